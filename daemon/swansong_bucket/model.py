@@ -513,6 +513,8 @@ class TrainerView:
     """Time of the last save for which training stood still."""
     step_s: float | None = None
     """Usual duration of a step."""
+    own_s: float | None = None
+    """Part of it in which the rank waits for no other."""
     loss: float | None = None
     loss_is_finite: bool | None = None
     loss_is_usual: bool | None = None

@@ -118,6 +118,7 @@ OUT_OF_RANGE = [
     (protocol.Progress(1), "step", [-2, 10**12, 1.0, "1", None, True]),
     (protocol.Progress(1), "snapshot_s", [-5, -1e-300, 1.1e9, 10**400, "1"]),
     (protocol.Progress(1), "step_s", [-1]),
+    (protocol.Progress(1), "own_s", [-1, "1"]),
     (protocol.Progress(1), "save_s", [-0.1]),
     (protocol.Progress(1), "save_bytes", [-1, 2**60 + 1, 1.5]),
     (protocol.Progress(1), "loss", [1e301, 10**400, "nan"]),
@@ -189,7 +190,7 @@ def test_measurements_of_the_sender_are_clamped(number: Any, integer: int, text:
     """The peer accepts a message with any duration, loss, size, step or reason."""
     text *= 5000
     for message in (
-        protocol.Progress(integer, number, None, None, number, number, integer, number),
+        protocol.Progress(integer, number, None, None, number, number, number, integer, number),
         protocol.Sealed(integer, text, number, integer, "q"),
         protocol.Failed("q", integer, text),
         protocol.Hello(text, step=integer, parent_step=integer),

@@ -83,6 +83,32 @@ def test_a_nan_at_one_rank_rolls_all_ranks_back(
     assert all(step >= 20 for generation, step in steps if generation == 2)
 
 
+@pytest.mark.fault("T12")
+def test_a_rank_that_holds_up_the_others_is_named(
+    new_vm: NewVm, warm_torch: str, tmp_path: Path
+) -> None:
+    """All ranks of DDP report the same time for a step; the time before they wait shows the slow one."""
+    pytest.importorskip("torch")
+    vm = new_vm("a", {"url": f"file://{tmp_path}/store"})
+    (tmp_path / "store").mkdir()
+    vm.start_daemon()
+    launcher = [warm_torch, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, "--no-python", warm_torch, "-u", GLOO, "--slow-rank", "1"]
+    vm.spawn(command, lines_on="stdout", SWANSONG_SOCKET=str(vm.socket))
+
+    def ranks() -> dict[int, dict[str, float | None]]:
+        return {each["rank"]: each for each in vm.status()["trainers"]}
+
+    def is_named() -> bool:
+        return len(found := ranks()) == 2 and found[1]["slower"] is not None
+
+    until(is_named, what="the slow rank")
+    assert ranks()[0]["slower"] is None
+    lines = [line for line in vm.swansong("status").stdout.splitlines() if "holds up" in line]
+    assert len(lines) == 1
+    assert "rank 1 at step " in lines[0]
+
+
 @pytest.mark.fault("T04")
 def test_a_stall_is_reported_and_a_stopped_trainer_exits_with_75(
     new_vm: NewVm, tmp_path: Path

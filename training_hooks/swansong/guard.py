@@ -693,7 +693,14 @@ class Guard:
         with self._reporting:
             step = int(self._agreement.step)
             health = self._health
-            self._reporter.tick(step, health.loss, cost, self._polls, is_usual=health.is_healthy)
+            self._reporter.tick(
+                step,
+                health.loss,
+                cost,
+                self._polls,
+                is_usual=health.is_healthy,
+                own_s=self._state.own_s,
+            )
         self._redone.tick()
         self._pauses.tick(step, self._polls, self._session.grace_s)
         # The daemon records a resume with its first new step, and the power may be cut right after it.

@@ -119,6 +119,8 @@ class Progress(ToDaemon):
     loss_is_usual: Flag | None = None
     """False while losses are not finite or, several in a row, far above those before; None if unknown."""
     step_s: Seconds | None = None
+    own_s: Seconds | None = None
+    """Part of ``step_s`` in which the rank waits for no other: from a step to the end of the forward pass."""
     save_s: Seconds | None = None
     save_bytes: Bytes | None = None
     snapshot_s: Seconds | None = None

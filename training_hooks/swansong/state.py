@@ -261,6 +261,10 @@ class Snapshots:
     def note_boundary(self) -> None:
         """Remember the present state as that of the last step."""
 
+    def own_s(self) -> float | None:
+        """Time of the part of a step in which this rank waits for no other, in seconds; None: unknown."""
+        return None
+
     def is_at_boundary(self) -> bool:
         """Whether the state is still that of the last step, as far as it can be seen."""
         return True

@@ -67,6 +67,7 @@ from swansong._torch.objects import (
 )
 from swansong._torch.order import OrderWatch
 from swansong._torch.outside import OutsideWatch, all_of_process
+from swansong._torch.own_time import OwnTime
 from swansong._torch.rehearsal import check_module, check_relations, trying, warn_about_loaders
 from swansong._torch.sharding import is_sharded, writers
 from swansong._torch.structure import (
@@ -182,6 +183,7 @@ class TrainingState(Divisible):
         self._lost: frozenset[int] = frozenset()
         self._arrived: ArrivedTensors | None = None
         self._search: NonFiniteSearch | None = None
+        self._own_time = OwnTime([])
 
     def count_steps_with(self, completed_steps: Callable[[], int]) -> None:
         """Give the loaders the function that returns the number of reported steps."""
@@ -214,7 +216,9 @@ class TrainingState(Divisible):
         if self._search is not None:
             self._search.end()
         self._search = requested_search(self._objects, self.ranks.rank)
+        self._own_time.end()
         several = self.ranks.world_size > 1
+        self._own_time = OwnTime(self._objects.values() if several else [])
         self._last_boundary = LastBoundary(self._objects, self.values) if several else None
 
     def before_restore(self) -> None:
@@ -294,8 +298,13 @@ class TrainingState(Divisible):
     def note_boundary(self) -> None:
         """Remember the present state as that of the last ``guard.step()``."""
         self._boundary.note()
+        self._own_time.note_boundary()
         if self._last_boundary is not None:
             self._last_boundary.note()
+
+    def own_s(self) -> float | None:
+        """Time that a step takes on this rank alone, in seconds; None if it is unknown."""
+        return self._own_time.usual_s()
 
     def is_at_boundary(self) -> bool:
         """Whether the state is still that of the last ``guard.step()``, as far as it can be seen."""

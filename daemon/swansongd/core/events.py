@@ -84,6 +84,7 @@ class TrainerProgress(FromTrainer):
     save_bytes: int | None = None
     snapshot_s: float | None = None
     step_s: float | None = None
+    own_s: float | None = None
     loss: float | None = None
     loss_is_finite: bool | None = None
     loss_is_usual: bool | None = None

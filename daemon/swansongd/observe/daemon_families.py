@@ -166,6 +166,10 @@ _TRAINER = (
         "Ranks whose loss is not finite, or far above the losses before",
     ),
     _gauge(
+        "swansong_trainers_slow",
+        "Ranks that take 30 % longer than the others for the part of a step in which they wait for none",
+    ),
+    _gauge(
         "swansong_trainers_redone_differ",
         "Ranks whose repeated steps differ from the interrupted run",
     ),
@@ -175,6 +179,10 @@ _TRAINER = (
     ),
     _gauge("swansong_trainer_step", "Newest step that a rank has completed"),
     _gauge("swansong_trainer_step_seconds", "Usual duration of a step"),
+    _gauge(
+        "swansong_trainer_own_seconds",
+        "Time from a step to the end of the next forward pass, of the slowest rank",
+    ),
     _gauge("swansong_trainer_save_seconds", "Duration of the last save of the slowest rank"),
     _gauge(
         "swansong_stall_seconds",

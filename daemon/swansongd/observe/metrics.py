@@ -26,6 +26,7 @@ from swansongd.observe.exposition import Exposition, Textfile, registry_of
 from swansongd.observe.families import Sheet
 from swansongd.observe.phase import Phase
 from swansongd.observe.report import status_of
+from swansongd.observe.slow import slow_ranks
 from swansongd.observe.snapshot import Snapshot
 from swansongd.observe.stall import stalled
 from swansongd.observe.status import DaemonStatus, Margin, MetricsStatus, MirrorState
@@ -240,6 +241,9 @@ class DaemonCollector:
         self._put_instant(sheet, name, snapshot, joined)
         sheet.put("swansong_trainers_stalled", len(stalled(state, snapshot.now_mono_s)))
         sheet.put("swansong_trainers_unhealthy", unhealthy)
+        sheet.put("swansong_trainers_slow", len(slow_ranks(state)))
+        own_s = [trainer.own_s for trainer in state.connected if trainer.own_s is not None]
+        sheet.put("swansong_trainer_own_seconds", max(own_s, default=None))
         differ = sum(each.differs for each in snapshot.compared.values())
         sheet.put("swansong_trainers_redone_differ", differ)
         sheet.put("swansong_trainers_refused_total", snapshot.tally.refused.count)

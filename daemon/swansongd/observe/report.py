@@ -20,6 +20,7 @@ from swansongd.core.state import State
 from swansongd.observe.facts import StepsCompared
 from swansongd.observe.margin import margins, problem_of
 from swansongd.observe.phase import is_follow_up_under_way, phase_of
+from swansongd.observe.slow import slow_ranks
 from swansongd.observe.snapshot import PruneFigures, Snapshot
 from swansongd.observe.stall import stalled
 from swansongd.observe.status import (
@@ -56,7 +57,7 @@ def status_of(snapshot: Snapshot) -> DaemonStatus:
     }
     store = sources.pop(STORE_HEALTH, None)
     age_s = _age(tally.committed_mono_s, now_mono_s)
-    mirror, silent = snapshot.mirror, stalled(state, now_mono_s)
+    mirror, silent, slow = snapshot.mirror, stalled(state, now_mono_s), slow_ranks(state)
     return DaemonStatus(
         state=phase_of(state).value,
         verdict=_verdict(state),
@@ -80,6 +81,7 @@ def status_of(snapshot: Snapshot) -> DaemonStatus:
                 trainer,
                 now_mono_s,
                 is_stalled=trainer in silent,
+                slower=slow.get(trainer.connection),
                 compared=snapshot.compared.get(trainer.rank),
             )
             for trainer in state.ranks.trainers[:TRAINERS_MAX]
@@ -176,7 +178,12 @@ def _notice(notice: Notice, now_mono_s: float) -> NoticeStatus:
 
 
 def _trainer(
-    trainer: TrainerView, now_mono_s: float, *, is_stalled: bool, compared: StepsCompared | None
+    trainer: TrainerView,
+    now_mono_s: float,
+    *,
+    is_stalled: bool,
+    slower: float | None,
+    compared: StepsCompared | None,
 ) -> TrainerStatus:
     return TrainerStatus(
         pid=trainer.pid,
@@ -189,6 +196,8 @@ def _trainer(
         loss_is_finite=trainer.loss_is_finite,
         loss_is_usual=trainer.loss_is_usual,
         step_s=trainer.step_s,
+        own_s=trainer.own_s,
+        slower=_rounded(slower, 2),
         stalled_s=_age(trainer.reported_mono_s, now_mono_s) if is_stalled else None,
         redone=None if compared is None else compared.text,
         redone_differs=None if compared is None else compared.differs,

@@ -43,6 +43,7 @@ def event_of(connection: int, message: Message) -> Observed:
                 save_bytes=message.save_bytes,
                 snapshot_s=message.snapshot_s,
                 step_s=message.step_s,
+                own_s=message.own_s,
                 loss=message.loss,
                 loss_is_finite=message.loss_is_finite,
                 loss_is_usual=message.loss_is_usual,

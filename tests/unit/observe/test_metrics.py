@@ -149,7 +149,7 @@ def full() -> Watched:
     story.tell(health("aws.spot", Health.OK, "answers"))
     story.tell(health(STORE_HEALTH, Health.OK, "answers"))
     story.join(step=40, save_s=2.0, save_bytes=100 * MIB)
-    story.tell(TrainerProgress(1, 41, step_s=0.5, save_s=2.0, snapshot_s=0.25))
+    story.tell(TrainerProgress(1, 41, step_s=0.5, own_s=0.2, save_s=2.0, snapshot_s=0.25))
     story.seal(41)
     story.store_all(after_s=1.0)
     story.notice(900, "aws.rebalance", severity=Severity.ADVISORY)
@@ -470,6 +470,19 @@ def test_each_notice_has_its_margin() -> None:
         margin = found[f'swansong_evacuation_margin_seconds{{notice="{notice}"}}']
         assert available == grace_s
         assert margin == pytest.approx(available - needed)
+
+
+def test_slow_ranks_and_unhealthy_losses_are_counted() -> None:
+    """A loss that has exploded counts like one that is not finite."""
+    story = Watched()
+    for rank, own_s in enumerate((0.3, 0.3, 0.9)):
+        story.join(rank + 1, rank=rank, ranks=3, step=1)
+        facts = {"loss_is_finite": rank != 1, "loss_is_usual": rank == 0}
+        story.tell(TrainerProgress(rank + 1, 2, step_s=1.0, own_s=own_s, **facts))
+    found = story.scrape()
+    assert found["swansong_trainers_unhealthy"] == 2.0
+    assert found["swansong_trainers_slow"] == 1.0
+    assert found["swansong_trainer_own_seconds"] == 0.9
 
 
 def test_a_stalled_rank_shows_the_time_since_its_report() -> None:

@@ -42,7 +42,14 @@ class Reporter:
         self._last_blocked_s = 0.0
 
     def tick(
-        self, step: int, loss: Any, cost: SaveCost, polls: int = 0, *, is_usual: bool = True
+        self,
+        step: int,
+        loss: Any,
+        cost: SaveCost,
+        polls: int = 0,
+        *,
+        is_usual: bool = True,
+        own_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         """Report after a step, a save or a poll, if the last report is at least :data:`INTERVAL_S` old.
 
@@ -54,6 +61,7 @@ class Reporter:
             cost: of the last save.  The time for which saves blocked the loop does not count as step time.
             polls: number of polls so far.
             is_usual: whether the losses of the last steps were neither infinite nor above their limit.
+            own_s: returns the time of the part of a step in which this rank waits for no other.
         """
         self._send_start()
         now = time.monotonic()
@@ -77,6 +85,7 @@ class Reporter:
             loss_is_finite=is_finite,
             loss_is_usual=None if number is None else is_usual,
             step_s=step_s,
+            own_s=own_s(),
             save_s=cost.save_s,
             save_bytes=cost.size_bytes,
             snapshot_s=cost.snapshot_s,

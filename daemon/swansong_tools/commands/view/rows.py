@@ -199,6 +199,8 @@ def _problems(trainer: TrainerStatus) -> Iterator[str]:
         yield f"{where} reports a loss that is not finite"
     elif trainer.loss_is_usual is False:
         yield f"{where} reports a loss that is far above the losses before"
+    if trainer.slower is not None:
+        yield f"{where} holds up the others: batch and forward pass take {trainer.slower:.1f} times as long"
     if trainer.redone_differs:
         yield f"rank {trainer.rank}: {trainer.redone}"
 
