@@ -56,6 +56,7 @@ class FakeDaemon:
         self.on_query: Callable[[str], object] | None = None
         self.commits = True
         """Whether a set is committed as soon as a rank has sealed it."""
+        self.is_signed = False
         self.received: list[Message] = []
         self._target = target
         self._lock = threading.Lock()
@@ -170,7 +171,9 @@ class FakeDaemon:
 
     def _answers(self, connection: socket.socket, message: Message) -> list[Message]:
         if isinstance(message, Hello):
-            welcome = Welcome(run="run", staging=str(self.staging), generation=1)
+            welcome = Welcome(
+                run="run", staging=str(self.staging), generation=1, is_signed=self.is_signed
+            )
             connection.send(protocol.encode(welcome))
             with self._lock:
                 self._tell_start(connection, message)

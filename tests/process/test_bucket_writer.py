@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from swansong import bounds
 
+from testkit import TRAINERS
 from testkit.clouds import Aws, Bucket
 from testkit.records import record_of
 from testkit.waiting import until
@@ -179,3 +180,27 @@ def test_a_store_that_does_not_return_what_it_accepted_is_never_safe(
     bucket.order("clear")
     assert daemon.lines.wait(event="verdict", verdict="SAFE")
     assert until(vm.commits, what="the commit")[0]["complete"]
+
+
+@pytest.mark.fault("S25")
+@pytest.mark.parametrize("is_signed", [True, False], ids=["signed", "unsigned"])
+def test_compiled_kernels_travel_only_with_a_signing_key(
+    bucket: Bucket, new_vm: Any, warm_torch: str, key_file: Path, *, is_signed: bool
+) -> None:
+    """They are code, which another writer of the bucket could plant in a run without a key."""
+    store = bucket.store | ({"signing_key_file": str(key_file)} if is_signed else {})
+    found = []
+    for name in ("vm", "heir"):
+        vm = new_vm(name, store)
+        vm.start_daemon()
+        trainer = vm.spawn(
+            [warm_torch, "-u", str(TRAINERS / "kernels.py")],
+            lines_on="stdout",
+            SWANSONG_SOCKET=str(vm.socket),
+            SWANSONG_COMPILE_CACHE=str(vm.disk / "kernels"),
+        )
+        resumed = trainer.lines.wait(event="resumed")
+        found.append((resumed["from_step"] > 0, resumed["kernels"]))
+        assert vm.swansong("notify", "--in", "60s", "--wait").returncode == 0
+        vm.power_off()
+    assert found == [(False, []), (True, ["kernel.so"] if is_signed else [])]

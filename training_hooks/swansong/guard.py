@@ -548,6 +548,7 @@ class Guard:
     def _snapshot(self) -> Callable[[Path], object]:
         # Otherwise the daemon would take one rank's part for the whole state.
         check_ranks(self._ranks)
+        self._state.takes_code = self._session.is_signed
         return self._state.snapshot()
 
     def _boundary(self, step: int) -> None:
@@ -599,6 +600,7 @@ class Guard:
         return self._load(answer, time.monotonic() - begun_mono_s, reads)
 
     def _load(self, answer: Restored, fetch_s: float, reads: Collection[int] = ()) -> RankManifest:
+        self._state.takes_code = self._session.is_signed
         return load_checkpoint(
             answer.path,
             self._ranks,

@@ -301,6 +301,8 @@ class Welcome(FromDaemon):
     """Shortest grace period to expect on this VM; 0 if unknown."""
     takes_digests: Flag = False
     """Whether the daemon knows Digested, RedoneQuery and Compared; an older one would refuse them."""
+    is_signed: Flag = False
+    """Whether the daemon restores only checkpoints with a signature of the run's key."""
     naming_secret: Id = ""
     """Part of the names of sets that several ranks write, so that other users cannot compute them."""
     version: Version = VERSION

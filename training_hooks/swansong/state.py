@@ -225,6 +225,8 @@ class Snapshots:
     """Whether ``snapshot`` copies, so that training may continue before the copy is written."""
     reads_whole_set = False
     """Whether ``load`` takes the directory of all ranks, of any number of ranks."""
+    takes_code = False
+    """Whether the checkpoints of the run are signed, so that code in them comes from the run."""
     ranks = Ranks()
     """Position of this process in the job.  The guard sets it before all other uses of the state."""
     read_s = 0.0

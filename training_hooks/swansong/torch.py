@@ -40,6 +40,7 @@ from swansong._torch.arrivals import ArrivedTensors
 from swansong._torch.boundary import StepBoundary
 from swansong._torch.checkpoint_set import CheckpointSet
 from swansong._torch.collector import Collector
+from swansong._torch.compile_cache import ARCHIVE, CompileCache, requested_cache
 from swansong._torch.digests import gpus_of, of_step, of_weights
 from swansong._torch.end_of_loop import EndOfLoop
 from swansong._torch.generators import is_generator
@@ -71,6 +72,7 @@ from swansong._torch.own_time import OwnTime
 from swansong._torch.rehearsal import check_module, check_relations, trying, warn_about_loaders
 from swansong._torch.sharding import is_sharded, writers
 from swansong._torch.structure import (
+    Options,
     Structure,
     changes_of,
     differing_modes,
@@ -184,6 +186,7 @@ class TrainingState(Divisible):
         self._arrived: ArrivedTensors | None = None
         self._search: NonFiniteSearch | None = None
         self._own_time = OwnTime([])
+        self._compile_cache: CompileCache | None = None
 
     def count_steps_with(self, completed_steps: Callable[[], int]) -> None:
         """Give the loaders the function that returns the number of reported steps."""
@@ -216,6 +219,7 @@ class TrainingState(Divisible):
         if self._search is not None:
             self._search.end()
         self._search = requested_search(self._objects, self.ranks.rank)
+        self._compile_cache = requested_cache()
         self._own_time.end()
         several = self.ranks.world_size > 1
         self._own_time = OwnTime(self._objects.values() if several else [])
@@ -411,6 +415,9 @@ class TrainingState(Divisible):
                 "; ".join(changes),
             )
         pieces = _pieces(collectors)
+        write_cache = None
+        if self._compile_cache is not None and self.takes_code and not self.ranks.local_rank:
+            write_cache = self._compile_cache.snapshot()
         arena = self._arenas.take(pieces, may_wait=not self._lost)
         arena.fill(pieces)
         groups = dict(zip(arena.homes, (piece.group for piece in pieces), strict=True))
@@ -421,6 +428,8 @@ class TrainingState(Divisible):
                 for name, checksums in arena.write(directory).items()
             }
             (directory / INDEX).write_bytes(encode_index(index))
+            if write_cache is not None:
+                write_cache(directory)
 
         self._arenas.keep_while(write, arena)
         return write
@@ -570,9 +579,14 @@ class TrainingState(Divisible):
             _reseed(generators, self.ranks.rank)
         else:
             set_generators(generators)
-        warn_about_load(self._objects, of_script, found.indexes[source])
-        self._saved_modes = saved_modes(found.indexes[source])
         self.read_s = found.read_s + (0.0 if arrived is None else arrived.read_s)
+        self._loaded(directory, found.indexes[source], of_script)
+
+    def _loaded(self, directory: Path, index: Mapping[str, Any], of_script: Options) -> None:
+        if self._compile_cache is not None and self.takes_code and not self.ranks.local_rank:
+            self._compile_cache.load(directory / rank_directory(self.ranks.rank) / ARCHIVE)
+        warn_about_load(self._objects, of_script, index)
+        self._saved_modes = saved_modes(index)
         self._boundary.note()
         if self._watch is not None:
             self._watch.begin()

@@ -226,6 +226,7 @@ class Service:
             post=self._post,
             answer=self._answer,
             log=_log,
+            is_signed=config.store.signing_key_file is not None,
             naming_secret=self._staging.naming_secret,
             listener_fd=self._fdstore.listener_fd(config.trainer.socket),
         )

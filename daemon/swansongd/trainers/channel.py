@@ -79,6 +79,7 @@ class TrainerChannel:
             then ShardsTaken comes with the same function.
         log: a structlog logger.
         listener_fd: the listening socket, if it exists already; ``path`` is then left alone.
+        is_signed: whether the daemon restores only signed checkpoints.
         naming_secret: by user id, see :class:`swansong.protocol.Welcome`.
     """
 
@@ -93,6 +94,7 @@ class TrainerChannel:
         answer: Callable[[Message, Reply], None],
         log: Any,
         listener_fd: int | None = None,
+        is_signed: bool = False,
         naming_secret: Callable[[int], str] = lambda _: "",
     ) -> None:
         self.grace_s = 0.0
@@ -105,6 +107,7 @@ class TrainerChannel:
         self._answer = answer
         self._log = log
         self._listener_fd = listener_fd
+        self._is_signed = is_signed
         self._naming_secret = naming_secret
         self._own_file: os.stat_result | None = None  # the socket file, if this channel created it
         self._generation: int | None = None
@@ -461,6 +464,7 @@ class TrainerChannel:
             generation=self._generation,
             grace_s=self.grace_s,
             takes_digests=True,
+            is_signed=self._is_signed,
             naming_secret=self._naming_secret(connection.peer.uid),
         )
         self._send(connection, protocol.encode(welcome))

@@ -75,6 +75,8 @@ class DaemonSession:
         self.staging: str | None = None
         """Staging directory of the run; None before the welcome and after the end."""
         self.naming_secret = ""
+        self.is_signed = False
+        """Whether the checkpoints that the daemon restores are signed."""
         """Part of the names of sets, so that other users cannot compute them; the same for all ranks."""
         self.grace_s = 0.0
         """Shortest grace period to expect, in seconds; 0 if unknown."""
@@ -213,6 +215,7 @@ class DaemonSession:
         self.run = welcome.run
         self.grace_s = welcome.grace_s
         self.naming_secret = welcome.naming_secret
+        self.is_signed = welcome.is_signed
         self.redone.is_wanted = welcome.takes_digests
         self.redone.resend()
         if self._rounds is not None:
