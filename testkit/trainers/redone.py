@@ -3,24 +3,31 @@
 
 ``--forgets`` names what a resumed run does not continue: ``loader`` (its position), ``rates`` (a factor that
 the script counts itself), ``noise`` (a generator outside the state), ``weights`` (a bit flips
-in the second step, as in faulty memory), or ``nothing``.
+in the second step, as in faulty memory), or ``nothing``.  Under torchrun it is a job with DDP, in which
+only the last rank forgets.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import threading
 
 import swansong
 import torch
+import torch.distributed as dist
 from swansong._checkpoint import redone
 from swansong.torch import ResumableLoader, TrainingState, seed_all
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 
 def emit(**facts: object) -> None:
-    print(json.dumps(facts), flush=True)
+    # In one write: ranks share a pipe.
+    print(
+        json.dumps({"rank": int(os.environ.get("RANK", "0")), **facts}) + "\n", end="", flush=True
+    )
 
 
 def flip_a_bit(weights: torch.Tensor) -> None:
@@ -41,6 +48,11 @@ def main() -> None:
     inputs = torch.arange(8 * 512, dtype=torch.float32).reshape(512, 8).sin()
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
     loader = ResumableLoader(DataLoader(data, batch_size=8, shuffle=True))
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+        model = DistributedDataParallel(model)
+        if dist.get_rank() < dist.get_world_size() - 1:
+            forgets = "nothing"
     parts = {"model": model, "optimizer": optimizer, "loader": loader, "noise": noise}
     if forgets == "noise":
         del parts["noise"]
@@ -64,7 +76,7 @@ def main() -> None:
             optimizer.step()
             step += 1
             if is_resumed and forgets == "weights" and step == first + 2:
-                flip_a_bit(model[0].weight)
+                flip_a_bit(next(model.parameters()))
             guard.step(step, loss=loss)
             emit(step=step)
 

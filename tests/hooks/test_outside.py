@@ -19,6 +19,9 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from testkit.fake_daemon import FakeDaemon
+from testkit.waiting import until
+
 Attach = Callable[..., swansong.Guard]
 DATA = TensorDataset(torch.randn(20, 2))
 STEPS = 6
@@ -72,17 +75,21 @@ class Run:
         self.state = state
         self.batches: Any = None
         self.after_step: Callable[[], object] = lambda: None
+        self.saves_at = 0
 
     def train(self, attach: Attach) -> None:
         parts = {"loader": self.loader, **self.state}
         guard = attach(TrainingState(self.model, self.optimizer, **parts))
-        guard.restore()
+        first = guard.restore() + 1
         batches = cycle(self.loader) if self.batches is None else self.batches
-        for step, (batch,) in zip(range(1, STEPS + 1), batches, strict=False):
+        for step, (batch,) in zip(range(first, first + STEPS), batches, strict=False):
             self.model(batch).sum().backward()
             self.optimizer.step()
             self.after_step()
             guard.step(step)
+            if step == self.saves_at:
+                until(lambda: guard.save(self.saves_at), what="the welcome")
+                assert guard.wait_saved()
 
 
 def another_loader() -> Run:
@@ -198,6 +205,50 @@ def test_what_a_resume_repeats_or_loads_is_not_named(
     """An evaluation, a frozen model, and objects in objects of the state."""
     make().train(attach)
     assert all(each.startswith("no swansongd at") for each in caplog.messages)
+
+
+def shuffled() -> Run:
+    run = Run()
+    run.loader = ResumableLoader(DataLoader(DATA, batch_size=2, shuffle=True))
+    return run
+
+
+def one_by_one() -> Run:
+    run = Run()
+    run.loader = ResumableLoader(DataLoader(DATA, batch_size=None))
+    return run
+
+
+def with_a_worker() -> Run:
+    run = Run()
+    run.loader = ResumableLoader(DataLoader(DATA, batch_size=2, num_workers=1))
+    return run
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital':UserWarning", "ignore:Detected call of:UserWarning")
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(Run, evaluating, averaging, scheduling_in_parts, wrapped, stateful),
+        *(shuffled, one_by_one, with_a_worker),
+    ],
+)
+def test_a_resume_in_an_epoch_names_nothing_either(
+    attach: Attach,
+    daemon: FakeDaemon,
+    caplog: pytest.LogCaptureFixture,
+    make: Callable[[], Run],
+) -> None:
+    """Its iterator begins after the batches that were yielded, and belongs to the loader of the state."""
+    run = make()
+    run.saves_at = STEPS - 1
+    run.train(attach)
+    (checkpoint,) = daemon.sealed()
+    daemon.restorable = lambda: (checkpoint, STEPS - 1)
+    caplog.clear()
+    make().train(attach)
+    expected = ("restored step 5 ", "resumed after batch 5 ")
+    assert [each for each in caplog.messages if not each.startswith(expected)] == []
 
 
 # ---------------------------------------------------------------- loaders

@@ -24,11 +24,14 @@ def start(vm: Vm, python: str, forgets: str) -> Process:
     )
 
 
-def digested(bucket: Bucket, step: int) -> bool:
-    """Whether a farewell has the digests of the two steps after this one."""
+def digested(bucket: Bucket, step: int, ranks: int = 1) -> bool:
+    """Whether a farewell has the digests of the two steps after this one, of all ranks."""
     wanted = {str(step + 1), str(step + 2)}
     return any(
-        wanted <= {text.split()[0] for text in farewell.get("digests", {}).get("0", ())}
+        all(
+            wanted <= {text.split()[0] for text in farewell.get("digests", {}).get(str(rank), ())}
+            for rank in range(ranks)
+        )
         for farewell in bucket.farewells()
     )
 
@@ -92,6 +95,39 @@ def test_the_next_vm_compares_the_steps_that_it_repeats(
     daemon.lines.wait(event="verdict", verdict="SAFE")
     newest = max(bucket.manifests(), key=lambda manifest: manifest["step"])
     assert newest["health"]["redone_differs"] == bool(cause)
+
+
+@pytest.mark.fault("T12", "T19")
+@pytest.mark.parametrize("forgets", ["nothing", "weights"])
+def test_a_rank_with_faulty_memory_is_named(
+    aws: Aws, bucket: Bucket, new_vm: Any, warm_torch: str, forgets: str
+) -> None:
+    """A job of two ranks with DDP: a bit flips on rank 1 alone, after a step that was equal to the bit."""
+    launcher = [warm_torch, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, "--no-python", warm_torch, "-u", SCRIPT, "--forgets", forgets]
+
+    def job(vm: Vm) -> Process:
+        return vm.spawn(command, lines_on="stdout", SWANSONG_SOCKET=str(vm.socket))
+
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    job(vm).lines.wait(step=5)
+    aws.notice(in_s=8)
+    step = daemon.lines.wait(event="verdict", verdict="SAFE")["step"]
+    until(lambda: digested(bucket, step, ranks=2), what="a farewell with digests")
+    vm.power_off()
+    aws.withdraw()
+    elsewhere = new_vm("elsewhere", bucket.store, metadata=aws.metadata)
+    daemon = elsewhere.start_daemon()
+    assert job(elsewhere).lines.wait(event="resumed")["from_step"] == step
+    if forgets == "nothing":
+        for rank in (0, 1):
+            found = daemon.lines.wait(event="redone_steps", rank=rank)
+            assert found["result"].endswith(" as before")
+    else:  # the other rank differs later, by the gradients of this one
+        text = daemon.lines.wait(event="redone_steps", rank=1)["result"]
+        assert text.startswith(f"step {step + 2} differs on rank 1 from the interrupted run")
+        assert "weights of model, although the steps before it were equal to the bit" in text
 
 
 @pytest.mark.fault("T03")

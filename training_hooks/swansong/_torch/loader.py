@@ -584,22 +584,22 @@ def _samplers(loader: Any) -> Iterator[Any]:
     yield getattr(batch_sampler, "sampler", None)
 
 
-class _Rest:
+class Rest:
     """A sampler without its first entries."""
 
-    def __init__(self, sampler: Any, count: int) -> None:
-        self._sampler, self._count = sampler, count
+    def __init__(self, whole: Any, count: int) -> None:
+        self.whole, self._count = whole, count
 
     def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self._sampler), self._count, None)
+        return itertools.islice(iter(self.whole), self._count, None)
 
     def __len__(self) -> int:
-        return len(self._sampler) - self._count
+        return len(self.whole) - self._count
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_sampler":
+        if name == "whole":
             raise AttributeError(name)
-        return getattr(self._sampler, name)
+        return getattr(self.whole, name)
 
 
 def _may_enumerate() -> bool:
@@ -617,7 +617,7 @@ def _without_first(loader: Any, count: int) -> Iterator[None]:
     """Let iterators that are created in this block begin after ``count`` batches."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = getattr(loader, name)
-    vars(loader)[name] = _Rest(sampler, count)  # DataLoader's own __setattr__ refuses it
+    vars(loader)[name] = Rest(sampler, count)  # DataLoader's own __setattr__ refuses it
     try:
         yield
     finally:

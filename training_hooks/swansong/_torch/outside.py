@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter
 
 from swansong._torch.changes import count_of, version
-from swansong._torch.loader import ResumableLoader, find_data_loader
+from swansong._torch.loader import Rest, ResumableLoader, find_data_loader
 from swansong._torch.modules import unwrap
 from swansong._torch.sharding import is_sharded
 
@@ -200,7 +200,8 @@ def _count(item: Any) -> Any:
 
 def _sampler(item: Any) -> Any:
     """The object with the position of a DataLoader, or of one of its iterators."""
-    return getattr(item, "_index_sampler", None)
+    sampler = getattr(item, "_index_sampler", None)
+    return sampler.whole if isinstance(sampler, Rest) else sampler
 
 
 def _kind(item: Any) -> str:
