@@ -56,6 +56,13 @@ def test_xgboost(tmp_path: Path) -> None:
     assert report.losses == 8
 
 
+def test_lightgbm(tmp_path: Path) -> None:
+    """The same, with bagged rows and sampled columns."""
+    report = check(tmp_path, "with_lightgbm.py", steps=6, kill_at=[1, 4])
+    assert report.files == 1
+    assert report.losses == 6
+
+
 def test_timm(tmp_path: Path) -> None:
     """Random erasing draws one batch ahead in the trainer's process; steps 6 and 12 end an epoch."""
     report = check(tmp_path, "with_timm.py", steps=9, kill_at=[1, 6, 8])
