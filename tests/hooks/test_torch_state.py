@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import copy
 import os
+import random
 import re
 import subprocess
 import sys
@@ -558,6 +559,55 @@ def test_close_waits_for_the_copy_and_reports_its_cost(
     assert guard.save(2)
     guard.close()
     assert len(daemon.sealed()) == 2
+
+
+def evaluate() -> None:
+    """Draws from all global generators, as a plain loader and a model in training mode may."""
+    data = torch.utils.data.TensorDataset(torch.ones(4, 1))
+    assert len(list(torch.utils.data.DataLoader(data, 1, shuffle=True))) == 4
+    assert torch.rand(1) < 1
+    assert np.random.rand() + random.random() < 2
+
+
+@pytest.mark.parametrize("is_saved_before", [True, False])
+def test_random_numbers_of_an_evaluation_do_not_count(
+    daemon: FakeDaemon, attach: Attach, tmp_path: Path, *, is_saved_before: bool
+) -> None:
+    """A run with an evaluation in an epoch continues as one without it, and so does one that resumes from
+    before it or from its middle."""
+    expected = Trainer(1).steps(6)
+    trainer = Trainer(1)
+    guard = attach(trainer.state)
+    guard.restore()
+    losses = [trainer.reported(guard) for _ in range(3)]
+    until(lambda: guard._session.staging, what="the welcome")
+    if is_saved_before:
+        assert guard.save(3)
+    with guard.evaluation():
+        evaluate()
+        with guard.evaluation():
+            evaluate()
+        evaluate()
+        if not is_saved_before:
+            assert guard.save(3)
+    losses += [trainer.reported(guard) for _ in range(3)]
+    assert losses == expected
+    guard.close()
+    (checkpoint,) = daemon.sealed()
+    resumed = Trainer(2)
+    resumed.state.load(checkpoint)
+    assert resumed.steps(3) == expected[3:]
+
+
+def test_an_evaluation_that_fails_ends_too(attach: Attach) -> None:
+    trainer = Trainer(1)
+    guard = attach(trainer.state)
+    before = torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError), guard.evaluation():
+        _ = torch.rand(1) / (1 // 0)
+    assert torch.equal(torch.get_rng_state(), before)
+    evaluate()
+    assert not torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_rollback_can_skip_the_batches_since_the_checkpoint(

@@ -159,7 +159,8 @@ def main() -> None:
             guard.step(step, loss=total)  # Swansong
             total = 0.0
             if step % options.evaluate_every == 0:
-                evaluate(model, codes, guard, rank, device)
+                with guard.evaluation():  # Swansong
+                    evaluate(model, codes, guard, rank, device)
     guard.finish()
     if is_distributed:
         dist.destroy_process_group()

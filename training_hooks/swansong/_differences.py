@@ -127,12 +127,13 @@ def likely_cause(differences: list[Difference], has_loader: bool) -> str:
         return "the loader is at another position, so the resumed run gets other batches"
     if kind == "generator":
         return (
-            "a generator is at another position: the resumed run draws more or fewer random numbers"
+            "a generator is at another position: the resumed run draws more or fewer random numbers, such as"
+            " those of an evaluation, which belongs into a block of guard.evaluation()"
         )
     if kind == "value" and any("last_epoch' is" in each.text for each in differences):
         return (
             "the scheduler has stepped more or fewer times: step it before guard.step(), which comes last in"
-            " the loop body"
+            " the loop body, or at the begin of an epoch only if loader.batches is 0"
         )
     if kind == "value":
         return (
@@ -140,7 +141,10 @@ def likely_cause(differences: list[Difference], has_loader: bool) -> str:
             " last in the loop body"
         )
     if not has_loader:
-        return "the loader has no position: pass it to the state; for a plain DataLoader use ResumableLoader"
+        return (
+            "something that training uses is not in the state: a loader (pass it; for a plain DataLoader use"
+            " ResumableLoader), an environment, another generator, a tensor or an average of the weights"
+        )
     return (
         "no generator, loader or value of the state differs, so something outside of the state decides:"
         " another generator, an average of the weights, or kernels that are not deterministic"

@@ -39,7 +39,7 @@ from swansong._ranks.survivors import is_loss_of_a_peer
 from swansong._ranks.termination import Termination
 from swansong.layout import RankManifest
 from swansong.protocol import Committed, Restored
-from swansong.state import Snapshots, state_of
+from swansong.state import Snapshots, holding_generators, state_of
 
 RESTORE_ENV = "SWANSONG_RESTORE"
 """Environment variable with a directory to restore from.  It overrides the daemon."""
@@ -307,6 +307,15 @@ class Guard:
             self._owes_save = False
             self._boundary(int(self._agreement.step))
             self.poll()  # a request during the block, whose target is the next step
+
+    def evaluation(self) -> contextlib.AbstractContextManager[None]:
+        """Wrap an evaluation, whose random numbers then do not count for the training.
+
+        A resume does not repeat an evaluation within an epoch.  The end of the block sets the global
+        generators of ``random``, numpy and torch back, so the training continues as without the evaluation.
+        :meth:`poll` saves in the block as well.
+        """
+        return holding_generators()
 
     def restore(self, from_directory: str | os.PathLike[str] | None = None) -> int:
         """Load the newest whole checkpoint of the run.

@@ -18,7 +18,7 @@ import random
 import re
 import struct
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -342,8 +342,32 @@ def _no_reference(word: str, value: Any) -> Any:
     return value
 
 
+_held: dict[str, Any] | None = None
+"""The states of the global generators while the numbers that are drawn do not count."""
+
+
+@contextlib.contextmanager
+def holding_generators() -> Iterator[None]:
+    """Let the random numbers of a block not count.
+
+    Its end sets the global generators back, and a checkpoint in it has their states from before it.
+    """
+    global _held  # noqa: PLW0603 - so are the generators
+    if _held is not None:
+        yield
+        return
+    _held = take_generators()
+    try:
+        yield
+    finally:
+        held, _held = _held, None
+        set_generators(held)
+
+
 def take_generators() -> dict[str, Any]:
     """Return the states of the global generators in use: ``random``, numpy, torch and every CUDA device."""
+    if _held is not None:
+        return dict(_held)
     generators: dict[str, Any] = {"python": random.getstate()}
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None:

@@ -26,6 +26,7 @@ from swansong._torch.generators import (
     state_of_generator,
     unpack,
 )
+from swansong._torch.loop_names import names_of_loop
 from swansong.state import set_generators, take_generators
 
 log = logging.getLogger("swansong")
@@ -68,6 +69,7 @@ class ResumableLoader:
     saved: ClassVar[weakref.WeakSet[ResumableLoader]] = weakref.WeakSet()
     """The loaders of this process whose positions are saved."""
     _warned_of_foreign = False
+    _warned_of_names = False
 
     def __init__(
         self,
@@ -337,6 +339,7 @@ class ResumableLoader:
             raise
         self._is_ended = True
         self._end_loop()
+        self._warn_of_names(sys._getframe(1))  # noqa: SLF001 - as inspect does
 
     def _begin(self) -> Iterator[Any]:
         """Return the batches of the epoch that are not yielded yet."""
@@ -388,6 +391,18 @@ class ResumableLoader:
             log.warning(
                 "a step was reported in a loop over a ResumableLoader that no TrainingState contains, so its"
                 " position is not saved; create one loader for all epochs, and pass it"
+            )
+
+    def _warn_of_names(self, frame: FrameType | None) -> None:
+        if not self._has_steps or self.completed_steps is None or ResumableLoader._warned_of_names:
+            return
+        ResumableLoader._warned_of_names = True
+        if names := names_of_loop(frame):
+            log.warning(
+                "the script reads %s after the loop over the loader, and assigns it only in the loop: a run"
+                " that resumes after the last batch of an epoch gets no batch there, and would end with a"
+                " NameError; assign it before the loop, too",
+                " and ".join(names[:5]),
             )
 
     def _end_loop(self) -> None:
