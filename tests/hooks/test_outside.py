@@ -136,6 +136,13 @@ def teacher() -> Run:
     return run
 
 
+def teacher_through_data() -> Run:
+    run = Run()
+    average = copy.deepcopy(run.model)
+    run.after_step = lambda: average.weight.data.mul_(0.9)
+    return run
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
 @pytest.mark.parametrize(
     ("make", "text"),
@@ -145,6 +152,7 @@ def teacher() -> Run:
         (optimizer_in_another_one, "an optimizer outside of the state steps (AdamW)"),
         (scheduler, "a scheduler of an optimizer of the state is not in the state (LinearLR)"),
         (teacher, "1 tensors of modules change, and are not in the state, such as Linear.weight"),
+        (teacher_through_data, "1 tensors of modules change, and are not in the state, such as L"),
         (
             lambda: Run(Counting()),
             "1 tensors of modules change, and are not in the state, such as Cou",
@@ -183,6 +191,16 @@ def scheduling_in_parts() -> Run:
     return run
 
 
+def plain_tensors() -> Run:
+    """Tensors of no module, in the state, with their optimizer."""
+    run = Run()
+    alphas = [torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True)]
+    run.state["alphas"], run.state["single"] = alphas, torch.zeros(1, requires_grad=True)
+    run.state["second"] = second = torch.optim.Adam([*alphas, run.state["single"]])
+    run.after_step = second.step
+    return run
+
+
 def wrapped() -> Run:
     run = Run()
     run.optimizer = Around(run.optimizer)
@@ -197,7 +215,7 @@ def stateful() -> Run:
 
 @pytest.mark.filterwarnings("ignore:'set_vital':UserWarning", "ignore:Detected call of:UserWarning")
 @pytest.mark.parametrize(
-    "make", [Run, evaluating, averaging, scheduling_in_parts, wrapped, stateful]
+    "make", [Run, evaluating, averaging, scheduling_in_parts, plain_tensors, wrapped, stateful]
 )
 def test_what_a_resume_repeats_or_loads_is_not_named(
     attach: Attach, caplog: pytest.LogCaptureFixture, make: Callable[[], Run]
@@ -229,7 +247,7 @@ def with_a_worker() -> Run:
 @pytest.mark.parametrize(
     "make",
     [
-        *(Run, evaluating, averaging, scheduling_in_parts, wrapped, stateful),
+        *(Run, evaluating, averaging, scheduling_in_parts, plain_tensors, wrapped, stateful),
         *(shuffled, one_by_one, with_a_worker),
     ],
 )

@@ -341,14 +341,16 @@ for step in range(start + 1, 7 - (kind == "miscounts" and start > 0)):
     print("trained", step, flush=True)
 if kind == "closes":
     guard.close()
+if kind == "announces":
+    print("done", flush=True)
 guard.finish()
 """
 
 
-def check_ends(directory: Path, kind: str) -> testing.ResumeReport:
+def check_ends(directory: Path, kind: str, kill_at: int | str = KILL_AT) -> testing.ResumeReport:
     return check_resume(
         [sys.executable, "-c", ENDS, kind],
-        kill_at=[KILL_AT],
+        kill_at=[kill_at],
         directory=directory / "check",
         environment=ENVIRONMENT,
         limit_s=60,
@@ -360,6 +362,12 @@ def test_the_ends_of_both_runs_are_compared(tmp_path: Path) -> None:
     assert check_ends(tmp_path / "right", "trains").last_step == STEPS
     with pytest.raises(ResumeMismatchError, match="ends at step 5, and the uninterrupted one at"):
         check_ends(tmp_path / "wrong", "miscounts")
+
+
+def test_a_kill_after_the_last_step_finds_a_finished_run(tmp_path: Path) -> None:
+    """guard.finish() answers the request of that kill, and the next start has nothing to train."""
+    report = check_ends(tmp_path, "announces", "done")
+    assert (report.saved_steps, report.last_step) == ([STEPS], STEPS)
 
 
 def test_nothing_after_the_checkpoint_survives_the_kill(

@@ -27,6 +27,10 @@ _CODES = {
     "i2": "h", "i1": "b", "u8": "Q", "u4": "I", "u2": "H", "u1": "B", "b1": "B", "c8": "f", "c16": "d",
 }  # fmt: skip
 """Codes of ``struct`` by the types' names in safetensors files and in ``.npy`` files."""
+_NAMED = re.compile(
+    "without a position|outside of the state|is not in the state|are not in the state|they are not saved"
+)
+"""In a warning of the hooks about objects that training uses and no checkpoint contains."""
 _SHOWN = 3
 """Most differences that the text names for one object."""
 _GENERATORS = ("generators", "random")
@@ -113,13 +117,16 @@ def find_differences(
     return sorted(found, key=lambda each: KINDS.index(each.kind)), len(ours)
 
 
-def likely_cause(differences: list[Difference], has_loader: bool) -> str:
+def likely_cause(differences: list[Difference], written: str) -> str:
     """Return a sentence about the first difference.
 
     Args:
         differences: from :func:`find_differences`.
-        has_loader: whether the state contains the position of a loader.
+        written: to standard error by the resumed run.  A warning of the hooks in it may name the cause.
     """
+    named = [line for line in written.splitlines() if _NAMED.search(line)]
+    if named:
+        return named[0]
     kind = differences[0].kind if differences else "tensor"
     if kind == "files":
         return "the runs save different files"
@@ -140,21 +147,11 @@ def likely_cause(differences: list[Difference], has_loader: bool) -> str:
             "a value is not restored, or changes between the save and the end of the step: call guard.step()"
             " last in the loop body"
         )
-    if not has_loader:
-        return (
-            "something that training uses is not in the state: a loader (pass it; for a plain DataLoader use"
-            " ResumableLoader), an environment, another generator, a tensor or an average of the weights"
-        )
     return (
-        "no generator, loader or value of the state differs, so something outside of the state decides:"
-        " another generator, an average of the weights, or kernels that are not deterministic"
+        "no generator, loader or value of the state differs, so something outside of the state decides: a"
+        " loader without a position (use ResumableLoader), an environment, another generator, a tensor, an"
+        " average of the weights, or kernels that are not deterministic"
     )
-
-
-def has_loader(directory: Path) -> bool:
-    """Whether an object of the checkpoint holds a position in the data."""
-    objects = [_read_objects(path) for path in directory.rglob("state.json")]
-    return any(_is_loader(name, tree) for each in objects if each for name, tree in each.items())
 
 
 # ---------------------------------------------------------------- files

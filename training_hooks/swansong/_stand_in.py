@@ -103,11 +103,24 @@ class CheckedTrainer:
         if isinstance(start.answer, Sealed):
             run.newest = run.staging / start.answer.directory
             return run.newest
+        if (
+            moment is None
+            and run.newest is not None
+            and start.has_succeeded
+            and _is_end(run.newest)
+        ):
+            return run.newest  # the request of the last kill was answered by guard.finish()
         problem = start.problem
         if start.answer is not None:
             problem = f"the trainer did not save: {start.answer.reason}"
         waiting = "waiting for guard.finish()" if moment is None else f"waiting for {moment!r}"
         raise TrainerFailedError(f"start {run.starts}, {waiting}: {problem}\n{run.errors()}")
+
+
+def _is_end(directory: Path) -> bool:
+    """Whether a sealed set is the end of a run."""
+    manifest = directory / layout.rank_manifest_name(0)
+    return layout.RankManifest.decode(manifest.read_bytes()).kind == "final"
 
 
 class CheckedStart:
@@ -123,6 +136,8 @@ class CheckedStart:
         """Why the processes of the trainer cannot be checked."""
         self.problem = ""
         """Why no answer will arrive, unless one has arrived already."""
+        self.has_succeeded = False
+        """Whether all processes ended with 0."""
         self._trainer, self._run, self._moment = trainer, run, moment
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ended = 0
@@ -260,6 +275,7 @@ class CheckedStart:
         self._forget(pidfd)
         self._ended += 1
         if process.wait() != 0 or self._ended == self._process_count:
+            self.has_succeeded = process.returncode == 0 and not self.problem
             self.problem = self.problem or f"the trainer ended with {process.returncode}"
 
     def _kill(self) -> None:
@@ -393,8 +409,7 @@ class CheckedStart:
 
     def _commit(self, sealed: Sealed) -> bool:
         """Report the commit of a set to the ranks; returns whether it is the end of the run."""
-        manifest = self._run.staging / sealed.directory / layout.rank_manifest_name(0)
-        is_final = layout.RankManifest.decode(manifest.read_bytes()).kind == "final"
+        is_final = _is_end(self._run.staging / sealed.directory)
         for connection in self._ranks:
             self._send(connection, protocol.Committed(self._run.starts, sealed.step, is_final))
         return is_final

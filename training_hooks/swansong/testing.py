@@ -38,7 +38,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from swansong._differences import Difference, find_differences, has_loader, likely_cause
+from swansong._differences import Difference, find_differences, likely_cause
 from swansong._stand_in import CheckedRun, CheckedTrainer, TrainerFailedError, step_of
 
 _NOT_DETERMINISTIC = (
@@ -178,7 +178,7 @@ def _compare(
         step, found, cause = first_step, unresumed, _NOT_DETERMINISTIC
     else:
         step, found = repeat.first(loss) or (last, found)
-        cause = likely_cause(found, has_loader(wanted))
+        cause = likely_cause(found, resumed.errors())
     lines = ["the resumed run differs from the uninterrupted one"]
     if loss is not None:
         before, after = reference.losses[loss], resumed.losses[loss]

@@ -26,6 +26,7 @@ KINDS = (torch.nn.Module, torch.optim.Optimizer, LRScheduler, DataLoader, _BaseD
 _DEPTH = 5
 """Objects in objects of the state, such as the optimizer in a wrapper, count as saved to this depth."""
 _CONTAINER_MAX, _PARTS_MAX = 1000, 20_000
+_ELEMENTS = 8
 _STATE_OF_OPTIMIZER = torch.optim.Optimizer.state_dict
 
 
@@ -45,7 +46,7 @@ class OutsideWatch:
 
     def __init__(self) -> None:
         self._counts: list[tuple[weakref.ref[Any], Any]] = []
-        self._tensors: list[tuple[weakref.ref[Any], str, int, int]] = []
+        self._tensors: list[tuple[weakref.ref[Any], str, int, Any]] = []
         self._schedulers: list[str] = []
 
     def begin(
@@ -60,7 +61,7 @@ class OutsideWatch:
         """
         self._clear()
         with _harmless():
-            self._begin(list(_inside(objects.values())), found, copied)
+            self._begin(list(inside(objects.values())), found, copied)
 
     def end(self) -> None:
         """Warn about each kind of object that has changed since, with the fix."""
@@ -131,13 +132,13 @@ class OutsideWatch:
         ref = weakref.ref(module)
         for name, tensor in _tensors_of(module):
             if tensor.data_ptr() not in memory:
-                self._tensors.append((ref, name, id(tensor), version(tensor)))
+                self._tensors.append((ref, name, id(tensor), _content(tensor)))
 
     def _changed_tensors(self) -> Iterator[str]:
-        for ref, name, identity, count in self._tensors:
+        for ref, name, identity, content in self._tensors:
             module = ref()
             tensor = None if module is None else dict(_tensors_of(module)).get(name)
-            if id(tensor) == identity and version(tensor) != count:
+            if id(tensor) == identity and _content(tensor) != content:
                 yield f"{_kind(module)}.{name}"
 
 
@@ -150,8 +151,12 @@ def _harmless() -> Iterator[None]:
         log.info("objects outside of the state are not compared: %r", error)
 
 
-def _inside(items: Iterable[Any]) -> Iterator[Any]:
-    """Yield the objects, and those in their attributes, lists and dicts."""
+def inside(items: Iterable[Any]) -> Iterator[Any]:
+    """Yield the objects, and those in their attributes, lists and dicts.
+
+    Raises:
+        ValueError: there are too many.
+    """
     seen: set[int] = set()
     level = list(items)
     for _ in range(_DEPTH):
@@ -196,6 +201,14 @@ def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _count(item: Any) -> Any:
     return item._num_yielded if isinstance(item, _BaseDataLoaderIter) else count_of(item)  # noqa: SLF001
+
+
+def _content(tensor: Any) -> tuple[int, Any]:
+    """The number of changes and some elements: torch does not count changes through ``tensor.data``."""
+    if not tensor.is_contiguous():
+        return version(tensor), None
+    flat = tensor.detach().view(-1)
+    return version(tensor), flat[:: max(1, flat.numel() // _ELEMENTS)].tolist()
 
 
 def _sampler(item: Any) -> Any:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from swansong._torch.loader import ResumableLoader, find_data_loader
 from swansong._torch.modules import load_module, state_of_module, unwrap
 from swansong._torch.objects import params_of
+from swansong._torch.outside import inside
 from swansong._torch.sharding import is_sharded
 
 log = logging.getLogger("swansong")
@@ -107,9 +108,13 @@ def check_relations(objects: Mapping[str, Any]) -> None:
                 " more; create the optimizer after fully_shard()"
             )
         if foreign:
+            with contextlib.suppress(ValueError):  # too many objects
+                saved = set(map(id, inside(objects.values())))
+                foreign = [param for param in foreign if id(param) not in saved]
+        if foreign:
             log.warning(
                 "%s trains %s parameters, the first of shape %s, that no module of the state contains: they"
-                " are not saved; pass their module to TrainingState under a name",
+                " are not saved; pass their module, or a list of the tensors, to TrainingState under a name",
                 name,
                 len(foreign),
                 tuple(foreign[0].shape),
