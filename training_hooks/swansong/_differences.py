@@ -134,13 +134,13 @@ def likely_cause(differences: list[Difference], written: str) -> str:
         return "the loader is at another position, so the resumed run gets other batches"
     if kind == "generator":
         return (
-            "a generator is at another position: the resumed run draws more or fewer random numbers, such as"
-            " those of an evaluation, which belongs into a block of guard.evaluation()"
+            "a generator is at another position: the resumed run draws more or fewer random numbers; put an"
+            " evaluation that draws some into a block of guard.evaluation()"
         )
     if kind == "value" and any("last_epoch' is" in each.text for each in differences):
         return (
             "the scheduler has stepped more or fewer times: step it before guard.step(), which comes last in"
-            " the loop body, or at the begin of an epoch only if loader.batches is 0"
+            " the loop body, or at the start of an epoch only if loader.batches is 0"
         )
     if kind == "value":
         return (

@@ -152,8 +152,9 @@ class Guard:
         self._stop_after_save = stop_after_save
         self._health = LossMonitor(spike)
         self._rolled_back_to = -1
-        """The newest step of all rollbacks, to which the last :attr:`_rollbacks` returned, or before it."""
+        """The newest step that a rollback has returned to."""
         self._rollbacks = 0
+        """Rollbacks since then, with that one."""
         self._critical_depth = 0
         self._owes_save = False
         self._is_whole_after_block = True

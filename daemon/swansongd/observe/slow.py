@@ -9,14 +9,14 @@ from statistics import median
 from swansongd.core.state import State
 
 SLOWER = 1.3
-"""A rank is slow if the part of a step in which it waits for no other takes this factor longer than usual."""
+"""A slow rank takes longer than its peers, by this factor, for the part of a step in which no rank waits."""
 SHARE = 0.05
-"""And if its peers wait for it for at least this share of the step."""
+"""Its peers wait for it for at least this share of the step."""
 _LEAST_S = 1e-6
 
 
 def slow_ranks(state: State) -> Mapping[int, float]:
-    """How many times longer than their peers the slow ones of the connected ranks take; by connection.
+    """Return the slow ranks by connection: their time divided by the time of their peers.
 
     The peers of a rank are the other ranks on this VM that report such a time.
     """

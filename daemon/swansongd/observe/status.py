@@ -205,7 +205,7 @@ class TrainerStatus:
     own_s: float | None = None
     """Part of a step in which the rank waits for no other: from a step to the end of the forward pass."""
     slower: float | None = None
-    """If the rank is slow: how many times longer it takes for this part than the other ranks on this VM."""
+    """If the rank is slow: `own_s` divided by the median of the other ranks on this VM."""
     stalled_s: float | None = None
     """Time since the last report of a rank that is stalled."""
     redone: str | None = None

@@ -74,9 +74,9 @@ class DaemonSession:
         self.run = run
         self.staging: str | None = None
         """Staging directory of the run; None before the welcome and after the end."""
-        self.naming_secret = ""
         self.is_signed = False
         """Whether the checkpoints that the daemon restores are signed."""
+        self.naming_secret = ""
         """Part of the names of sets, so that other users cannot compute them; the same for all ranks."""
         self.grace_s = 0.0
         """Shortest grace period to expect, in seconds; 0 if unknown."""

@@ -111,7 +111,10 @@ class CompileCache:
         # The same files give the same bytes, which are sent only once.
         with tarfile.open(archive, "x:", format=tarfile.GNU_FORMAT) as members:
             for name, size in found:
-                content = (self._directory / name).read_bytes()
+                try:
+                    content = (self._directory / name).read_bytes()
+                except FileNotFoundError:
+                    continue
                 if len(content) == size:  # else it was written again
                     member = tarfile.TarInfo(name)
                     member.size = size

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -71,9 +72,12 @@ class OwnTime:
 
     def usual_s(self) -> float | None:
         """The median of the last measured steps, in seconds; None before the first.  Waits for no GPU."""
-        while self._measured and _is_complete((marks := self._measured[0])[-1]):
-            self._measured.popleft()
-            self._samples_s.append(_between_s(*marks[:2]) + _between_s(*marks[2:]))
+        with contextlib.suppress(
+            RuntimeError
+        ):  # of a GPU that has failed: the training gets it, too
+            while self._measured and _is_complete((marks := self._measured[0])[-1]):
+                self._measured.popleft()
+                self._samples_s.append(_between_s(*marks[:2]) + _between_s(*marks[2:]))
         return median(self._samples_s) if self._samples_s else None
 
     def _mark(self, place: int) -> None:
