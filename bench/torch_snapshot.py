@@ -3,7 +3,9 @@
 
 - The time of ``guard.step()`` without a request, and of an empty call with the same arguments.
 - The time that training stops for a copy of the state, and the time until all files are written: Swansong,
-  ``torch.save`` and ``torch.distributed.checkpoint.async_save``, in random order within each repetition.
+  ``torch.save`` and ``torch.distributed.checkpoint.async_save`` in a thread and in a process, in random order
+  within each repetition; and a copy of the tensors into memory that is in use already, the least that a
+  consistent save can take.
   The first round is reported separately, because its memory is new.  The loop continues during the write;
   its speed is a share of the speed just before the save.
 - The time from the daemon's request to ``Sealed``, with the same state on 1, 2 and 4 ranks.  The ranks meet
@@ -15,6 +17,7 @@ The loop is one thread of small matrix products.  The benchmark needs memory for
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
@@ -40,6 +43,7 @@ import torch.distributed.checkpoint as dcp
 from swansong.protocol import Failed, Hello, Message, Progress, Sealed
 from swansong.torch import TrainingState
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from bench.transfer import measure
 from bench.transfer.results import median_and_spread, write_page
@@ -47,7 +51,11 @@ from testkit.fake_daemon import FakeDaemon
 from testkit.waiting import until
 
 NAME = "make bench-torch"
-OURS, SAVE, ASYNC = "swansong", "torch.save", "dcp.async_save"
+OURS, SAVE, COPY = "swansong", "torch.save", "a copy of the tensors"
+ASYNC = {
+    "dcp.async_save": AsyncCheckpointerType.THREAD,
+    "dcp.async_save, process": AsyncCheckpointerType.PROCESS,
+}
 BEFORE_S = 0.5
 """Time that the loop runs before a save, to measure its undisturbed speed."""
 LIMIT_S = 120.0
@@ -140,11 +148,26 @@ def contestants(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
         torch.save(whole(), directory / "state.pt")
         return lambda: None
 
-    def async_save(directory: Path) -> Callable[[], object]:
-        future = dcp.async_save(whole(), checkpoint_id=str(directory), no_dist=True)
-        return future.result
+    def async_save(kind: AsyncCheckpointerType, directory: Path) -> Callable[[], object]:
+        future = dcp.async_save(
+            whole(),
+            checkpoint_id=str(directory),
+            no_dist=kind is AsyncCheckpointerType.THREAD,
+            async_checkpointer_type=kind,
+        )
+        return future.result  # type: ignore[union-attr]
 
-    return {OURS: ours, SAVE: torch_save, ASYNC: async_save}
+    moments = (each for state in optimizer.state.values() for each in state.values())
+    tensors = [each.detach() for each in (*model.parameters(), *moments)]
+    copies = [torch.ones_like(each, device="cpu") for each in tensors]
+
+    def copy(_directory: Path) -> Callable[[], object]:
+        for target, tensor in zip(copies, tensors, strict=True):
+            target.copy_(tensor)
+        return lambda: None
+
+    saves = {name: functools.partial(async_save, kind) for name, kind in ASYNC.items()}
+    return {OURS: ours, SAVE: torch_save, COPY: copy, **saves}
 
 
 def one_process(root: Path, size_bytes: int, repeats: int, is_quick: bool) -> dict[str, Cost]:
@@ -155,7 +178,9 @@ def one_process(root: Path, size_bytes: int, repeats: int, is_quick: bool) -> di
     loop = Loop()
     costs = {name: Cost() for name in saves}
     # async_save needs a process group even for one process.
-    dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{root}/store-{size_bytes}", rank=0, world_size=1
+    )
     for repetition in range(repeats + 2):
         for name in random.sample(list(saves), len(saves)):
             if not is_quick:
@@ -273,25 +298,13 @@ def request_to_sealed(root: Path, ranks: int, size_bytes: int, repeats: int) -> 
 
 
 def table(
-    size_bytes: int, costs: dict[str, Cost], ranks: dict[int, list[float]], step: dict[str, float]
+    costs: dict[int, dict[str, Cost]], ranks: dict[int, list[float]], step: dict[str, float]
 ) -> str:
-    head = (
-        f"{size_bytes / 1e9:g} GB of state, one process",
-        "training stopped, s",
-        "first save, s",
-        "written after, s",
-        "loop during the write",
-    )
-    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
-    for name, cost in sorted(costs.items(), key=lambda each: statistics.median(each[1].blocked_s)):
-        lines.append(
-            f"| {'**swansong**' if name == OURS else name} | {median_and_spread(cost.blocked_s, '.3f')}"
-            f" | {cost.first_blocked_s:.3f} | {median_and_spread(cost.written_s, '.2f')}"
-            f" | {'-' if name == SAVE else median_and_spread(cost.speed, '.0%')} |"
-        )
+    lines: list[str] = []
+    for size_bytes, each in costs.items():
+        lines += [*of_size(size_bytes, each), ""]
     lines += [
-        "",
-        "| the same state on | request to sealed, s | n |",
+        "| 1 GB of state on | request to sealed, s | n |",
         "| --- | --- | --- |",
     ]
     for count, seconds in ranks.items():
@@ -304,6 +317,24 @@ def table(
         " files on tmpfs."
     )
     return "\n".join([*lines, "", facts])
+
+
+def of_size(size_bytes: int, costs: dict[str, Cost]) -> list[str]:
+    head = (
+        f"{size_bytes / 1e9:g} GB of state, one process",
+        "training stopped, s",
+        "first save, s",
+        "written after, s",
+        "loop during the write",
+    )
+    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    for name, cost in sorted(costs.items(), key=lambda each: statistics.median(each[1].blocked_s)):
+        lines.append(
+            f"| {'**swansong**' if name == OURS else name} | {median_and_spread(cost.blocked_s, '.3f')}"
+            f" | {cost.first_blocked_s:.3f} | {median_and_spread(cost.written_s, '.2f')}"
+            f" | {'-' if name in (SAVE, COPY) else median_and_spread(cost.speed, '.0%')} |"
+        )
+    return lines
 
 
 class Nothing:
@@ -332,7 +363,7 @@ def step_cost() -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog=NAME, description=__doc__)
-    parser.add_argument("--gb", type=float, default=1.0, help="size of the state")
+    parser.add_argument("--gb", type=float, nargs="+", default=[0.2, 1.0, 2.0], help="sizes")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument(
         "--quick", action="store_true", help="20 MB, once: a test of the benchmark itself"
@@ -349,14 +380,15 @@ def main() -> None:
     warnings.simplefilter("ignore")
     if options.as_rank:
         as_rank(options.as_rank, options.store)
-    size_bytes = 20_000_000 if options.quick else int(options.gb * 1e9)
+    sizes = [20_000_000] if options.quick else [int(gb * 1e9) for gb in options.gb]
     repeats = 1 if options.quick else options.repeats
     step = step_cost()
     with tempfile.TemporaryDirectory(prefix="swansong-bench-", dir=options.data) as place:
         root = Path(place)
-        ranks = {n: request_to_sealed(root, n, size_bytes, repeats) for n in (1, 2, 4)}
-        costs = one_process(root, size_bytes, repeats, options.quick)
-    text = table(size_bytes, costs, ranks, step)
+        of_ranks = sizes[0] if options.quick else 10**9
+        ranks = {n: request_to_sealed(root, n, of_ranks, repeats) for n in (1, 2, 4)}
+        costs = {size: one_process(root, size, repeats, options.quick) for size in sizes}
+    text = table(costs, ranks, step)
     print(json.dumps(step), file=sys.stderr)
     print(text)
     if options.write:

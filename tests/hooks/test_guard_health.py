@@ -188,11 +188,13 @@ def test_an_ordinary_loss_is_healthy(
     assert train(attach({"counter": counter}), range(1, 600), loss) == []
 
 
+@pytest.mark.usefixtures("daemon")
 def test_only_losses_in_a_row_count(
     attach: Attach, counter: Counter, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also if the script never reads ``healthy``: a usual loss between them is judged, too."""
     guard = attach({"counter": counter})
+    until(lambda: guard._session.staging, what="the welcome")
     for step in range(1, 601):
         guard.step(step, loss=1e10 if step > 500 and step % 5 else noisy(step))
     assert "marked unhealthy" not in caplog.text

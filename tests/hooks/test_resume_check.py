@@ -341,8 +341,6 @@ for step in range(start + 1, 7 - (kind == "miscounts" and start > 0)):
     print("trained", step, flush=True)
 if kind == "closes":
     guard.close()
-if kind == "announces":
-    print("done", flush=True)
 guard.finish()
 """
 
@@ -364,10 +362,13 @@ def test_the_ends_of_both_runs_are_compared(tmp_path: Path) -> None:
         check_ends(tmp_path / "wrong", "miscounts")
 
 
-def test_a_kill_after_the_last_step_finds_a_finished_run(tmp_path: Path) -> None:
-    """guard.finish() answers the request of that kill, and the next start has nothing to train."""
-    report = check_ends(tmp_path, "announces", "done")
-    assert (report.saved_steps, report.last_step) == ([STEPS], STEPS)
+def test_a_start_after_the_end_finds_a_finished_run(tmp_path: Path) -> None:
+    """It has nothing to train and saves nothing: guard.finish() answered the request of the last kill."""
+    command = [sys.executable, "-c", ENDS, "trains"]
+    trainer = stand_in.CheckedTrainer(command, 1, False, ENVIRONMENT, lambda _: None, 60)
+    run = stand_in.CheckedRun(tmp_path)
+    end = trainer.until_saved(run, None)
+    assert trainer.until_saved(run, None) == end
 
 
 def test_nothing_after_the_checkpoint_survives_the_kill(

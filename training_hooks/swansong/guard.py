@@ -51,6 +51,8 @@ LEAVE_PATIENCE_S = 10.0
 _LOOK_S = 0.05
 ROLLBACKS = 3
 """Default number of rollbacks in a row that return to no newer step."""
+UNRECORDED_STEPS = 1000
+"""Without a daemon, steps between two looks for one."""
 EXIT_SAVED = 75
 """Exit code for a trainer that ends because :attr:`Guard.should_stop` is set: saved, restart it elsewhere.
 ``EX_TEMPFAIL`` of sysexits.h, which torchrun and schedulers do not take for success."""
@@ -237,7 +239,10 @@ class Guard:
         if isinstance(loss, float) and (
             not -MAX <= loss <= health.limit or step >= health.judge_at
         ):
-            health.judge(step, loss)
+            if self._session.staging is None and -MAX <= loss <= health.limit:
+                health.judge_at = step + UNRECORDED_STEPS  # no checkpoint needs the limit
+            else:
+                health.judge(step, loss)
         if step >= self._redone.next_step:
             self._redone.note(int(step), loss, self._state)
         if step >= agreement.attend_at:

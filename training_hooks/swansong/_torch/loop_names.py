@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dis
 import re
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 
-_LIBRARIES = (sysconfig.get_path("purelib"), str(Path(__file__).parents[1]))
+import torch
+
+_LIBRARIES = (str(Path(torch.__file__).parents[1]), str(Path(__file__).parents[1]))
 _LEVELS_MAX = 8
 
 
