@@ -136,6 +136,7 @@ def saved(save: Save, directory: Path, device: str, loop: Loop) -> tuple[float, 
 
 def contestants(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Save]:
     state = TrainingState(model, optimizer)
+    state.prepare_copy()  # in the background, as after the first step of a run
 
     def ours(directory: Path) -> Callable[[], object]:
         write = state.snapshot()

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from swansong._checkpoint.first_check import check_command
-from swansong._checkpoint.health import MAX, SPIKE, LossMonitor
+from swansong._checkpoint.health import MIN, SPIKE, LossMonitor
 from swansong._checkpoint.load import RestoreError, load_checkpoint
 from swansong._checkpoint.saver import CLOSE_PATIENCE_S, Saver
 from swansong._checkpoint.survivors import Divisible, save_without_lost_ranks
@@ -149,6 +149,8 @@ class Guard:
         state.ranks = ranks
         state.rehearse()
         self._state = state
+        has_boundary = type(state).note_boundary is not Snapshots.note_boundary
+        self._note_boundary = state.note_boundary if has_boundary else None
         self._saver = Saver(self._snapshot, in_background=state.in_background)
         self._every_s = every_s
         self._stop_after_save = stop_after_save
@@ -221,32 +223,36 @@ class Guard:
                 :func:`attach` found.
             TypeError: at the first step only: an object cannot be saved; names it.
         """
+        agreement = self._agreement
+        if step is None:
+            step = max(0, agreement.step) + 1
         if self._is_opening:
             self._observe_step()
-        agreement = self._agreement
-        last_step = agreement.step
-        if step is None:
-            step = max(0, last_step) + 1
-        if step < last_step or last_step < 0:
+            if agreement.step < 0:
+                self._started_alone(max(0, int(step) - 1))
+        if step < agreement.step:
             self._started_alone(max(0, int(step) - 1))
         health = self._health
         health.loss = loss
         health.metrics = metrics
         agreement.step = step
         self._reports += 1
-        self._state.note_boundary()
-        # A comparison with NaN is false.  This check runs at every step.
-        if isinstance(loss, float) and (
-            not -MAX <= loss <= health.limit or step >= health.judge_at
-        ):
-            if self._session.staging is None and -MAX <= loss <= health.limit:
-                health.judge_at = step + UNRECORDED_STEPS  # no checkpoint needs the limit
-            else:
-                health.judge(step, loss)
+        if self._note_boundary is not None:
+            self._note_boundary()
+        # A comparison with NaN is false.  These checks run at every step.
+        if isinstance(loss, float) and (step >= health.judge_at or not MIN <= loss <= health.limit):
+            self._judge(step, loss)
         if step >= self._redone.next_step:
             self._redone.note(int(step), loss, self._state)
         if step >= agreement.attend_at:
             self._boundary(int(step))
+
+    def _judge(self, step: int, loss: float) -> None:
+        health = self._health
+        if self._session.staging is None and MIN <= loss <= health.limit:
+            health.judge_at = step + UNRECORDED_STEPS  # no checkpoint needs the limit
+        else:
+            health.judge(step, loss)
 
     def poll(self) -> SaveRequest | None:
         """Serve a checkpoint request during evaluation, warm-up and other long pauses.

@@ -12,7 +12,7 @@ from typing import Any
 
 SPIKE = 20.0
 """Default distance of a limit from the usual losses, in their deviations."""
-MAX = sys.float_info.max
+MIN, MAX = -sys.float_info.max, sys.float_info.max
 LIMIT = "loss_limit"
 """In the health of a checkpoint: the highest loss that counted as usual."""
 _WINDOW, _LEAST = 64, 16
@@ -61,7 +61,7 @@ class LossMonitor:
         if step == self._judged_step:
             return
         self._judged_step = step
-        if -MAX <= loss <= self.limit:
+        if MIN <= loss <= self.limit:
             self._above, self.is_healthy = [], True
             self._remember(loss)
             self.judge_at = step + (1 if len(self._usual) < _WINDOW else _STRIDE)
