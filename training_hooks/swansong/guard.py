@@ -528,7 +528,7 @@ class Guard:
         """Whether the loss of the last step is usual or unknown; reading a tensor blocks on its device.
 
         It is not usual if it is NaN or infinite, or the fifth in a row above the limit that ``spike`` of
-        :func:`attach` sets.  Of losses that are tensors, this counts those that are read.
+        :func:`attach` sets.  A loss that is a tensor counts if it is read here or for a checkpoint.
         """
         found = self._health.evaluate(int(self._agreement.step))
         return "loss_is_finite" not in found or self._health.is_healthy

@@ -151,17 +151,22 @@ def test_a_hostile_line_with_a_valid_check_is_passed_over(tmp_path: Path, text: 
 def test_the_largest_file_costs_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes
 ) -> None:
-    """Three times its size, whatever its lines are."""
+    """Three times its size, whatever its lines are.
+
+    A thread of an earlier test may add its memory to one of the measurements.
+    """
     size_bytes = 2**17
     monkeypatch.setattr(knowns, "FILE_BYTES_MAX", size_bytes)
     monkeypatch.setattr(knowns, "CREATED_MAX", 2**8)
     data = written(tmp_path)
-    (tmp_path / FILE_NAME).write_bytes(data + line * ((size_bytes - len(data)) // len(line)))
-    tracemalloc.start()
-    opened(tmp_path)
-    _, peak_bytes = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak_bytes < 3 * size_bytes + 100 * 2**8
+    peaks_bytes = []
+    for _ in range(3):
+        (tmp_path / FILE_NAME).write_bytes(data + line * ((size_bytes - len(data)) // len(line)))
+        tracemalloc.start()
+        opened(tmp_path)
+        peaks_bytes.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert min(peaks_bytes) < 3 * size_bytes + 100 * 2**8
 
 
 def test_the_number_of_chunks_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
