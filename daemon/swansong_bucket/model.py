@@ -8,10 +8,11 @@ of CLOCK_MONOTONIC; wall-clock values are informational and never order anything
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum, StrEnum
 from functools import cached_property, total_ordering
 from math import inf
+from typing import Any
 
 from swansong.fields import PROCESS_PREFIX
 
@@ -491,7 +492,36 @@ class GpuRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerView:
+class Measures:
+    """Measurements of one rank; each is `null`, or None, while it is unknown."""
+
+    save_s: float | None = None
+    """Duration of the last save."""
+    save_bytes: int | None = None
+    """Bytes of the last save."""
+    snapshot_s: float | None = None
+    """Time of the last save for which training stood still."""
+    step_s: float | None = None
+    """Usual duration of a step."""
+    own_s: float | None = None
+    """Part of a step in which the rank waits for no other: from a step to the end of the forward pass."""
+    loss: float | None = None
+    """The last loss that was reported."""
+    loss_is_finite: bool | None = None
+    loss_is_usual: bool | None = None
+    """`false` while the losses are not finite or, several in a row, far above those before."""
+
+
+MEASURES = tuple(each.name for each in fields(Measures))
+
+
+def measures_of(source: object) -> dict[str, Any]:
+    """The measurements in an object that has them all, by name."""
+    return {name: getattr(source, name) for name in MEASURES}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerView(Measures):
     """The daemon's knowledge of one rank."""
 
     connection: int
@@ -506,18 +536,6 @@ class TrainerView:
     """Number of VMs of the job."""
     step: int = -1
     """Last step that it reported as completed; -1 before the first."""
-    save_s: float | None = None
-    """Duration of its last save."""
-    save_bytes: int | None = None
-    snapshot_s: float | None = None
-    """Time of the last save for which training stood still."""
-    step_s: float | None = None
-    """Usual duration of a step."""
-    own_s: float | None = None
-    """Part of it in which the rank waits for no other."""
-    loss: float | None = None
-    loss_is_finite: bool | None = None
-    loss_is_usual: bool | None = None
     takes_periodic: bool = False
     """The daemon decides when its periodic checkpoints are due."""
     takes_follow_ups: bool = False

@@ -8,6 +8,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import is_dataclass
 from enum import Enum
 from itertools import pairwise
 from os.path import relpath
@@ -59,10 +60,13 @@ def member_docs(kind: type[Enum]) -> dict[str, str]:
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """The docstrings below members and fields of a class."""
+    """The docstrings below members and fields of a class, with those of the dataclasses that it extends."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(tree, ast.ClassDef)
     docs = {}
+    for base in kind.__bases__:
+        if is_dataclass(base):
+            docs |= field_docs(base)
     for member, text in pairwise(tree.body):
         match member, text:
             case (

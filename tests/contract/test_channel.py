@@ -69,7 +69,7 @@ def test_messages_become_events(running: RunningChannel) -> None:
         running.wait(TrainerLeft)
     number = client.number
     assert running.events[1:] == [
-        TrainerProgress(number, 4, 1.5, 10),
+        TrainerProgress(number, 4, save_s=1.5, save_bytes=10),
         StartBegun(number, "a~1"),
         TrainerProgress(number, 2, start_id="a~1", parent=Parent("a", 2)),
         TrainerAccepted(number, "q", 4),

@@ -78,6 +78,22 @@ def events() -> list[Event]:
     return []
 
 
+@pytest.fixture(autouse=True)
+def _senders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No thread of a sender outlives its test: it would use what later tests replace."""
+    started: list[SignalSender] = []
+    start = SignalSender.start
+
+    def recorded(signals: SignalSender) -> None:
+        start(signals)
+        started.append(signals)
+
+    monkeypatch.setattr(SignalSender, "start", recorded)
+    yield
+    for signals in started:
+        signals.stop()
+
+
 def sender(
     events: list[Event],
     pid_file: Path | None = None,

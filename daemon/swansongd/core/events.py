@@ -15,6 +15,7 @@ from swansong_bucket.model import (
     UNKNOWN_PARENT,
     CommitRef,
     GpuStatus,
+    Measures,
     Notice,
     Parent,
     SourceStatus,
@@ -77,17 +78,9 @@ class TrainerLeft(FromTrainer):
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerProgress(FromTrainer):
+class TrainerProgress(FromTrainer, Measures):
     connection: int
     step: int
-    save_s: float | None = None
-    save_bytes: int | None = None
-    snapshot_s: float | None = None
-    step_s: float | None = None
-    own_s: float | None = None
-    loss: float | None = None
-    loss_is_finite: bool | None = None
-    loss_is_usual: bool | None = None
     start_id: str = ""
     """Not empty when training starts, or starts again, from ``step``."""
     parent: Parent = UNKNOWN_PARENT

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
-from swansong_bucket.model import UNKNOWN_PARENT, TrainerView
+from swansong_bucket.model import MEASURES, UNKNOWN_PARENT, TrainerView, measures_of
 
 from swansongd.core.events import TellCommitted, TrainerFailed, TrainerLeft, TrainerProgress
 from swansongd.core.state import RankState
@@ -86,20 +87,12 @@ def record_measures(transition: Transition, event: TrainerProgress) -> None:
     trainer = transition.state.ranks.on(event.connection)
     if trainer is None:
         return
-    newest = trainer if event.loss_is_finite is None else event
-    updated = replace(
-        trainer,
-        step=max(trainer.step, event.step),
-        save_s=trainer.save_s if event.save_s is None else event.save_s,
-        save_bytes=trainer.save_bytes if event.save_bytes is None else event.save_bytes,
-        snapshot_s=trainer.snapshot_s if event.snapshot_s is None else event.snapshot_s,
-        step_s=usual_step_s(trainer.step_s, event.step_s),
-        own_s=trainer.own_s if event.own_s is None else event.own_s,
-        loss=newest.loss,
-        loss_is_finite=newest.loss_is_finite,
-        loss_is_usual=newest.loss_is_usual,
-        reported_mono_s=transition.now,
-    )
+    known = {name: value for name, value in measures_of(event).items() if value is not None}
+    if event.loss_is_finite is not None:
+        known["loss"] = event.loss  # None if it is not finite
+    known["step_s"] = usual_step_s(trainer.step_s, event.step_s)
+    step = max(trainer.step, event.step)
+    updated = replace(trainer, step=step, reported_mono_s=transition.now, **known)
     if event.loss_is_finite is False and trainer.loss_is_finite is not False:
         transition.log("warning", "loss_not_finite", rank=trainer.rank, step=event.step)
     elif event.loss_is_usual is False and trainer.loss_is_usual is not False:
@@ -128,19 +121,9 @@ def record_save_failed(transition: Transition, event: TrainerFailed) -> None:
 
 def forget_reports(transition: Transition) -> None:
     """Forget what the ranks have reported; their processes are known from the kernel."""
+    nothing: dict[str, Any] = dict.fromkeys(MEASURES)
     left = (
-        replace(
-            trainer,
-            save_s=None,
-            save_bytes=None,
-            snapshot_s=None,
-            step_s=None,
-            own_s=None,
-            loss=None,
-            loss_is_finite=None,
-            loss_is_usual=None,
-            reported_mono_s=None,
-        )
+        replace(trainer, reported_mono_s=None, **nothing)
         for trainer in transition.state.ranks.trainers
     )
     _put(transition, left)

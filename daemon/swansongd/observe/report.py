@@ -13,6 +13,7 @@ from swansong_bucket.model import (
     TrainerView,
     Verdict,
     VmPart,
+    measures_of,
 )
 
 from swansongd.core import arrival, followup, periodic
@@ -190,17 +191,12 @@ def _trainer(
         rank=trainer.rank,
         world_size=trainer.world_size,
         step=trainer.step,
-        save_s=trainer.save_s,
         connected=trainer.is_connected,
-        loss=trainer.loss,
-        loss_is_finite=trainer.loss_is_finite,
-        loss_is_usual=trainer.loss_is_usual,
-        step_s=trainer.step_s,
-        own_s=trainer.own_s,
         slower=_rounded(slower, 2),
         stalled_s=_age(trainer.reported_mono_s, now_mono_s) if is_stalled else None,
         redone=None if compared is None else compared.text,
         redone_differs=None if compared is None else compared.differs,
+        **measures_of(trainer),
     )
 
 

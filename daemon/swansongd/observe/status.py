@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from swansong import bounds
 from swansong.bounds import BoundsError
-from swansong_bucket.model import CommitRef, GpuHealth, Health, Verdict
+from swansong_bucket.model import CommitRef, GpuHealth, Health, Measures, Verdict
 from swansong_bucket.util.printable import escaped
 
 STORE_HEALTH = "store"
@@ -188,22 +188,12 @@ class Margin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerStatus:
+class TrainerStatus(Measures):
     pid: int
     rank: int
     world_size: int
     step: int
-    save_s: float | None = None
-    """Duration of a save."""
     connected: bool
-    loss: float | None = None
-    loss_is_finite: bool | None = None
-    loss_is_usual: bool | None = None
-    """`false` while the losses are not finite or, several in a row, far above those before."""
-    step_s: float | None = None
-    """Usual duration of a step."""
-    own_s: float | None = None
-    """Part of a step in which the rank waits for no other: from a step to the end of the forward pass."""
     slower: float | None = None
     """If the rank is slow: `own_s` divided by the median of the other ranks on this VM."""
     stalled_s: float | None = None

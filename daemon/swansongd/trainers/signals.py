@@ -108,12 +108,19 @@ class SignalSender:
         self._wakefd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller = select.poll()
         self._poller.register(self._wakefd, select.POLLIN)
+        self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="signals", daemon=True)
 
     def start(self) -> None:
         """Look the process up in the pid file, then start the thread."""
         self.look()
         self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._is_stopped = True
+        os.eventfd_write(self._wakefd, 1)
+        self._thread.join()
 
     def look(self) -> None:
         """Look the process up in the pid file, if there is one; from any thread."""
@@ -140,7 +147,7 @@ class SignalSender:
     def _run(self) -> None:
         every_s = LOOK_S if self._pid_file is not None else LOOK_UNIT_S
         look_mono_s = 0.0
-        while True:
+        while not self._is_stopped:
             if time.monotonic() >= look_mono_s:
                 self._look()
                 look_mono_s = time.monotonic() + every_s

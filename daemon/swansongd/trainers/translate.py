@@ -7,7 +7,7 @@ import dataclasses
 
 from swansong import fields, protocol
 from swansong.protocol import Message
-from swansong_bucket.model import UNKNOWN_PARENT, Parent, TrainerView
+from swansong_bucket.model import UNKNOWN_PARENT, Parent, TrainerView, measures_of
 from swansong_bucket.util.printable import printable
 
 from swansongd.core.events import (
@@ -39,14 +39,7 @@ def event_of(connection: int, message: Message) -> Observed:
             return TrainerProgress(
                 connection,
                 message.step,
-                save_s=message.save_s,
-                save_bytes=message.save_bytes,
-                snapshot_s=message.snapshot_s,
-                step_s=message.step_s,
-                own_s=message.own_s,
-                loss=message.loss,
-                loss_is_finite=message.loss_is_finite,
-                loss_is_usual=message.loss_is_usual,
+                **measures_of(message),
                 start_id=message.start_id,
                 parent=_parent_of(message),
             )

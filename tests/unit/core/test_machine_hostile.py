@@ -210,7 +210,16 @@ def test_the_report_of_many_trainers_fits_into_a_message() -> None:
         story.tell(TrainerJoined(view))
         story.tell(
             TrainerProgress(
-                10**9 + pid, bounds.STEP_MAX, 1 / 3, 1, 1 / 3, 1 / 3, -1.2345678901234567e300, True
+                10**9 + pid,
+                bounds.STEP_MAX,
+                save_s=1 / 3,
+                save_bytes=2**60,
+                snapshot_s=1 / 3,
+                step_s=1 / 3,
+                own_s=1 / 3 + pid % 2,
+                loss=-1.2345678901234567e300,
+                loss_is_finite=False,
+                loss_is_usual=False,
             )
         )
     assert story.status.trainers_not_shown == 900

@@ -184,6 +184,7 @@ def test_trainers_are_shown_as_they_reported() -> None:
         "pid": 100, "rank": 0, "world_size": 1, "step": 5, "save_s": 2.5, "connected": False,
         "loss": None, "loss_is_finite": None, "loss_is_usual": None,
         "step_s": None, "own_s": None, "slower": None, "stalled_s": None,
+        "save_bytes": None, "snapshot_s": None,
         "redone": None, "redone_differs": None,
     }  # fmt: skip
 
