@@ -226,6 +226,49 @@ def test_a_model_on_some_ranks_of_the_job_is_refused(
     assert bool(found.stdout.strip()) is not is_whole
 
 
+STILL_TRAINS = """
+import torch, torch.distributed as dist
+from swansong._ranks.agreement import Ranks
+from swansong.torch import TrainingState
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+model = nn.Sequential(nn.Linear(4, 4))
+fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard")))
+state = TrainingState(model)
+state.ranks = Ranks(rank=0, world_size=4)
+state.rehearse()
+state.note_boundary()
+calls, state_dict = [], model.state_dict
+
+def followed_by_a_forward_pass(*arguments, **options):
+    found = state_dict(*arguments, **options)
+    calls.append(0)
+    if len(calls) == {after}:
+        model.unshard()
+    return found
+
+model.state_dict = followed_by_a_forward_pass
+_, missing = state.snapshot_without([2, 3], Ranks(rank=0, world_size=2))
+print(len(calls), *missing, sep="\\n")
+"""
+
+
+@pytest.mark.fault("N12")
+@pytest.mark.parametrize("after", [1, 2, 0])
+def test_a_loop_that_gathers_parameters_meanwhile_does_not_prevent_the_save(
+    warm_python: str, after: int
+) -> None:
+    """The loop of a rank may not have met the lost rank yet, while another thread saves."""
+    found = run_python(STILL_TRAINS.format(after=after), warm_python)
+    assert not found.returncode, found.stderr
+    calls, *missing = found.stdout.split()
+    assert (int(calls), missing) == (4 if after else 2, [])
+
+
 def run_python(script: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [python, "-c", script], capture_output=True, text=True, timeout=60, check=False

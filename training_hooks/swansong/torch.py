@@ -26,6 +26,8 @@ import logging
 import random
 import re
 import sys
+import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +49,7 @@ from swansong._torch.generators import is_generator
 from swansong._torch.index import FORMAT, INDEX, encode_index
 from swansong._torch.last_boundary import LastBoundary
 from swansong._torch.loader import ResumableLoader
-from swansong._torch.modules import unwrap, uses_fsdp1
+from swansong._torch.modules import FSDP1, FSDP2, contains, unwrap
 from swansong._torch.nonfinite import NonFiniteSearch, requested_search
 from swansong._torch.objects import (
     OTHERS,
@@ -89,6 +91,8 @@ from swansong.state import by_name, check_names, decode_tree, set_generators, ta
 
 __all__ = ["ResumableLoader", "TrainingState", "load_weights", "seed_all", "shield_worker"]
 
+REST_LIMIT_S = 2.0
+"""Longest wait for the training loop to block, before a save without lost ranks."""
 _GENERATORS, _VALUES = "generators", "values"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
@@ -151,7 +155,7 @@ class TrainingState(Divisible):
         }
         _check_names(self._objects)
         for name, item in self._objects.items():
-            if isinstance(item, torch.nn.Module) and uses_fsdp1(item):
+            if isinstance(item, torch.nn.Module) and contains(item, FSDP1):
                 raise TypeError(
                     f"{name} contains a FullyShardedDataParallel, whose state cannot be saved by rank;"
                     " shard the model with torch.distributed.fsdp.fully_shard"
@@ -349,21 +353,37 @@ class TrainingState(Divisible):
             The function, and the names of the tensors that the others do not hold: with such a tensor the
             checkpoint is no state of the job.
         """
-        for item in self._objects.values():
-            if isinstance(item, torch.nn.Module):
-                # fully_shard then holds shards again; its reshard() does nothing within a forward pass.
-                item.state_dict()
-        missing = self._held_by_one_rank() + self._held_by_subgroups()
+        missing, common = self._held_by_subgroups(), self._common_memory()
         self._lost, self.ranks = frozenset(lost), ranks
         assert self._last_boundary is not None
         with self._last_boundary.free_streams():
-            _, collectors = self._gather()
-            missing += [name for collector in collectors for name in collector.missing]
-            return self.snapshot(), missing
+            index, collectors, held = self._gather_at_rest(common)
+            missing += held + [name for each in collectors for name in each.missing]
+            return self._copied(index, collectors), missing
 
-    def _held_by_one_rank(self) -> list[str]:
-        """Names of the parameters that are neither equal on all ranks nor sharded."""
-        common = self._common_memory()
+    def _gather_at_rest(
+        self, common: Collection[int]
+    ) -> tuple[dict[str, Any], list[Collector], list[str]]:
+        """Gather while the parameters of ``fully_shard`` are shards; also return the ones that are not.
+
+        The training loop may gather them until it blocks, in a collective or before the next optimizer step.
+        """
+        modules = [item for item in self._objects.values() if isinstance(item, torch.nn.Module)]
+        has_shards = any(contains(module, FSDP2) for module in modules)
+        give_up_mono_s = time.monotonic() + REST_LIMIT_S
+        while True:
+            for module in modules:
+                # fully_shard then holds shards again; its reshard() does nothing in a forward pass.
+                module.state_dict()
+            before = self._held_by_one_rank(common)
+            gathered = self._gather()
+            held = before or self._held_by_one_rank(common)
+            if not held or not has_shards or time.monotonic() >= give_up_mono_s:
+                return *gathered, held
+            threading.Event().wait(0.01)
+
+    def _held_by_one_rank(self, common: Collection[int]) -> list[str]:
+        """Names of the parameters that are neither equal on all ranks, in common memory, nor sharded."""
         found: dict[str, torch.Tensor] = {}
         for name, item in self._objects.items():
             if isinstance(item, torch.nn.Module):
@@ -405,7 +425,11 @@ class TrainingState(Divisible):
         Raises:
             TypeError: a value cannot be written; names it.
         """
-        index, collectors = self._gather()
+        return self._copied(*self._gather())
+
+    def _copied(
+        self, index: dict[str, Any], collectors: list[Collector]
+    ) -> Callable[[Path], object]:
         structure = structure_of(self._objects, index["objects"])
         if changes := changes_of(self._loadable, structure):
             self._loadable = structure
@@ -416,7 +440,7 @@ class TrainingState(Divisible):
             )
         pieces = _pieces(collectors)
         write_cache = None
-        if self._compile_cache is not None and self.takes_code and not self.ranks.local_rank:
+        if self._compile_cache is not None and self._shares_cache and not self._lost:
             write_cache = self._compile_cache.snapshot()
         arena = self._arenas.take(pieces, may_wait=not self._lost)
         arena.fill(pieces)
@@ -582,8 +606,13 @@ class TrainingState(Divisible):
         self.read_s = found.read_s + (0.0 if arrived is None else arrived.read_s)
         self._loaded(directory, found.indexes[source], of_script)
 
+    @property
+    def _shares_cache(self) -> bool:
+        """Whether this rank writes and reads the compile cache of its VM."""
+        return self.takes_code and not self.ranks.local_rank
+
     def _loaded(self, directory: Path, index: Mapping[str, Any], of_script: Options) -> None:
-        if self._compile_cache is not None and self.takes_code and not self.ranks.local_rank:
+        if self._compile_cache is not None and self._shares_cache:
             self._compile_cache.load(directory / rank_directory(self.ranks.rank) / ARCHIVE)
         warn_about_load(self._objects, of_script, index)
         self._saved_modes = saved_modes(index)

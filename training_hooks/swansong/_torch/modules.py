@@ -32,7 +32,10 @@ _OPTIMIZER_WRAPPERS = {
     "pytorch_lightning.core.optimizer.LightningOptimizer": "optimizer",
 }
 _attributes: dict[type, str | None] = {}
-_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
+FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
+"""The predecessor of ``fully_shard``."""
+FSDP2 = "torch.distributed.fsdp.FSDPModule"
+"""Base class of the modules that ``fully_shard`` was applied to."""
 
 
 def unwrap(item: Any) -> Any:
@@ -65,9 +68,9 @@ def load_module(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     inner.load_state_dict({key: state[canonical] for canonical, key in names.items()})
 
 
-def uses_fsdp1(module: torch.nn.Module) -> bool:
-    """Whether the module contains a ``FullyShardedDataParallel``, the predecessor of ``fully_shard``."""
-    return any(_FSDP1 in _class_names(type(each)) for each in module.modules())
+def contains(module: torch.nn.Module, name: str) -> bool:
+    """Whether the module contains one of the class with this full name, without an import of the class."""
+    return any(name in _class_names(type(each)) for each in module.modules())
 
 
 def _names(inner: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
