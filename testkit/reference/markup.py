@@ -60,7 +60,7 @@ def member_docs(kind: type[Enum]) -> dict[str, str]:
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """The docstrings below members and fields of a class, with those of the dataclasses that it extends."""
+    """The docstrings below members and fields of a class, and of the dataclasses that it extends."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(tree, ast.ClassDef)
     docs = {}

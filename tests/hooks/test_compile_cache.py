@@ -109,7 +109,11 @@ def test_code_of_an_unsigned_checkpoint_is_not_used(
     assert contents(other) == {}
     daemon.is_signed = True
     monkeypatch.setenv("SWANSONG_RESTORE", str(checkpoint))
-    assert attach(TrainingState(nn.Linear(1, 1))).restore() == 1
+    guard = attach(TrainingState(nn.Linear(1, 1)))
+    assert guard.restore() == 1
+    assert contents(other) == {}
+    until(lambda: guard.save(1), what="the welcome")
+    assert guard.restore() == 1, "again, after a save into the signed run"
     assert contents(other) == {}
 
 

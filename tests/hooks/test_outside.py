@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import swansong
 import torch
+from swansong._differences import likely_cause
 from swansong.torch import ResumableLoader, TrainingState
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, SequentialLR
@@ -166,6 +167,7 @@ def test_what_changes_outside_of_the_state_is_named(
     make().train(attach)
     (message,) = [each for each in caplog.messages if not each.startswith("no swansongd at")]
     assert message.startswith(text)
+    assert likely_cause([], message) == message, "a check of the resume quotes it"
 
 
 def evaluating() -> Run:

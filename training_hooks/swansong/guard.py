@@ -363,6 +363,8 @@ class Guard:
         manifest = None
         self._restored_generation = -1
         if chosen is not None:
+            # The daemon has not verified its signature, so code in it is not used.
+            self._state.takes_code = False
             manifest = load_checkpoint(os.fspath(chosen), self._ranks, self._state)
         elif not self._closed and self._session.channel.is_connected():
             with self._loading():

@@ -574,6 +574,8 @@ class Service:
         self._inbox.close()
         self._committer.close()
         self._channel.close()
+        if self._signal_sender is not None:
+            self._signal_sender.stop()
         if self._metrics is not None:
             self._metrics.close()
         return order.code

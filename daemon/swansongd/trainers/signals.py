@@ -117,10 +117,11 @@ class SignalSender:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the thread; wait a second for it, because it may read a file that hangs."""
         self._is_stopped = True
         os.eventfd_write(self._wakefd, 1)
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join(1.0)
 
     def look(self) -> None:
         """Look the process up in the pid file, if there is one; from any thread."""
