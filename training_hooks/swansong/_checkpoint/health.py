@@ -34,7 +34,7 @@ log = logging.getLogger("swansong")
 class LossMonitor:
     """Loss and metrics of the last step.  Only the thread of the training loop judges them.
 
-    A finite loss is usual up to a limit: the median of the last losses plus ``spike`` times their deviation.
+    A finite loss is usual up to a limit: the median of earlier losses plus ``spike`` times their deviation.
     The median distance from the median is a robust estimate of the deviation.
 
     Args:
