@@ -167,6 +167,20 @@ def test_one_request_is_one_signal(trainer: Trainer, events: list[Event], tmp_pa
 
 
 @pytest.mark.fault("S11", "T10")
+def test_a_file_of_the_answer_is_newer_than_the_request(
+    events: list[Event], tmp_path: Path
+) -> None:
+    """Times of files are those of the last tick: also a save that begins at once is no earlier save."""
+    make = f"lambda *_: (open({str(tmp_path / 'set')!r}, 'w').close(), print('saved', flush=True))"
+    with Trainer(CATCHES.replace('lambda *_: os.write(1, b"caught\\n")', make)) as trainer:
+        signals = sender(events, pid_file(tmp_path, trainer.pid))
+        for number in range(10):
+            asked_ns = time.time_ns()
+            signals.send(f"r{number}")
+            assert trainer.line() == "saved"
+            assert (tmp_path / "set").stat().st_mtime_ns >= asked_ns
+
+
 def test_a_process_without_a_handler_is_not_signalled(events: list[Event], tmp_path: Path) -> None:
     """The default action would end it: the signal is refused with a reason."""
     with Trainer(DOES_NOT) as trainer:

@@ -271,16 +271,18 @@ class Scanner:
             if now_mono_s - seen.since_mono_s < self.settle_s or is_written(run_fd, name, files):
                 return seen
             created_wall_ns = _created_wall_ns(run_fd, name, files)
-            # Both clocks at one instant: the calls before take long for many files, or on a busy machine.
-            now_mono_s = self._monotonic()
-            age_s = (time.time_ns() - created_wall_ns) / 1e9
-            begun_mono_s = min(seen.scan_mono_s, now_mono_s - age_s)
+            created_mono_s = created_wall_ns / 1e9 + self._wall_to_mono_s()
+            begun_mono_s = min(seen.scan_mono_s, created_mono_s)
             adopted = replace(_adopted(name, layout, files), begun_mono_s=begun_mono_s)
             return replace(seen, outcome=adopted)
         except StagingError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 raise
             return replace(seen, outcome=error.line())
+
+    def _wall_to_mono_s(self) -> float:
+        """The monotonic clock minus the wall clock; the thread may be paused between the two readings."""
+        return max(self._monotonic() - time.time_ns() / 1e9 for _ in range(3))
 
 
 def is_written(run_directory: int | Path, directory: str, files: tuple[StagedFile, ...]) -> bool:

@@ -49,6 +49,8 @@ LOOK_UNIT_S = 10.0
 """Interval at which the process is looked up: in the pid file, and with systemctl."""
 REQUESTS_MAX = 64
 """Remembered requests, and watched processes after their signal."""
+FILE_CLOCK = 5
+"""CLOCK_REALTIME_COARSE: times of files are those of its last tick, so a file may look older than it is."""
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _FIRST_PID = 1
 _PID_FILE = re.compile(rb"\s*([1-9][0-9]{0,9})\s*")
@@ -190,6 +192,7 @@ class SignalSender:
         except Exception as error:  # the decision loop needs an answer to each request
             self._post(SignalRefused(request_id, f"the process cannot be examined: {error}"))
             return
+        _await_file_clock()
         try:
             # The checks read /proc by pid.  They are valid because the process of the pidfd still runs.
             signal.pidfd_send_signal(pidfd, self._number)
@@ -248,6 +251,15 @@ class SignalSender:
 
     def _resolve(self) -> int:
         return configured_process(self._pid_file, self._unit, self._allowed_uids)
+
+
+def _await_file_clock() -> None:
+    """Wait for its next tick: the times of files of the answer are then later than the request."""
+    now_ns, tick_s = time.time_ns(), time.clock_getres(FILE_CLOCK)
+    for _ in range(10):  # no more: the wall clock may be set back
+        if time.clock_gettime_ns(FILE_CLOCK) >= now_ns:
+            return
+        time.sleep(tick_s / 4)
 
 
 def configured_process(
