@@ -16,6 +16,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -130,6 +131,16 @@ class Process:
         return code
 
 
+def _threads(pid: int) -> str:
+    """The state of each thread of a process that does not do what a test waits for, from the kernel."""
+    facts = []
+    for thread in sorted(Path(f"/proc/{pid}/task").glob("*")):
+        for name in ("comm", "stat", "wchan", "stack"):
+            with suppress(OSError):
+                facts.append(f"{thread.name} {name}: {(thread / name).read_text().strip()}")
+    return "\n".join(facts) or f"process {pid} has ended"
+
+
 def _start(
     command: list[str], streams: tuple[int, int, int], env: dict[str, str], warm: str | None
 ) -> subprocess.Popen[bytes] | WarmProcess:
@@ -205,7 +216,11 @@ class Vm:
         command = [str(BIN / "swansongd"), "--config", str(self.config)]
         self.daemon = self.spawn(command, **{**CREDENTIALS, **env})
         if ready:
-            self.daemon.lines.wait(event="started")
+            try:
+                self.daemon.lines.wait(event="started")
+            except AssertionError as error:
+                error.add_note(_threads(self.daemon.pid))
+                raise
         return self.daemon
 
     def start_trainer(self, *arguments: str, script: str = "char_lm.py") -> Process:

@@ -69,7 +69,7 @@ HISTORY_CLAIMS_MAX = 100
 _LIFE_S_MAX = 366 * 24 * 3600.0
 """Limit of the lifetime of a VM in the history: times in claims may be wrong or forged."""
 _FAREWELLS_MAX = 100
-"""Limit of the farewells of one generation that the history reads."""
+"""Limit of the farewells of one generation that are read: its newest ones."""
 FRESH_FAREWELLS_MAX = 1000
 """A run with more farewells is not fresh."""
 
@@ -581,13 +581,14 @@ def _identity(claim: ClaimObject | None) -> Mapping[str, str]:
 def farewells_of(
     store: ObjectStore, keys: RunKeys, generation: int, is_cancelled: Callable[[], bool]
 ) -> list[RecordedEvacuation]:
-    """The farewells of a generation; damaged ones are left out."""
+    """The newest farewells of a generation; damaged ones are left out."""
+    names = (info.key for info in store.list(keys.farewell_prefix(generation)))
     found = []
-    for info in islice(store.list(keys.farewell_prefix(generation)), _FAREWELLS_MAX):
+    for key in nlargest(_FAREWELLS_MAX, names):  # their names are times
         if is_cancelled():
             break
         with suppress(CorruptError):
-            found.append(own_record(store, info.key, (keys.run, generation), farewells.decode))
+            found.append(own_record(store, key, (keys.run, generation), farewells.decode))
     return found
 
 

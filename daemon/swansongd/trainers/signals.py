@@ -110,7 +110,7 @@ class SignalSender:
         self._wakefd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller = select.poll()
         self._poller.register(self._wakefd, select.POLLIN)
-        self._is_stopped = False
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="signals", daemon=True)
 
     def start(self) -> None:
@@ -120,7 +120,7 @@ class SignalSender:
 
     def stop(self) -> None:
         """End the thread; wait a second for it, because it may read a file that hangs."""
-        self._is_stopped = True
+        self._stop.set()
         os.eventfd_write(self._wakefd, 1)
         if self._thread.ident is not None:
             self._thread.join(1.0)
@@ -150,7 +150,7 @@ class SignalSender:
     def _run(self) -> None:
         every_s = LOOK_S if self._pid_file is not None else LOOK_UNIT_S
         look_mono_s = 0.0
-        while not self._is_stopped:
+        while not self._stop.is_set():
             if time.monotonic() >= look_mono_s:
                 self._look()
                 look_mono_s = time.monotonic() + every_s
@@ -192,7 +192,7 @@ class SignalSender:
         except Exception as error:  # the decision loop needs an answer to each request
             self._post(SignalRefused(request_id, f"the process cannot be examined: {error}"))
             return
-        _await_file_clock()
+        self._await_file_clock()
         try:
             # The checks read /proc by pid.  They are valid because the process of the pidfd still runs.
             signal.pidfd_send_signal(pidfd, self._number)
@@ -205,6 +205,13 @@ class SignalSender:
             self._forget(next(iter(self._signalled)))
         self._signalled[pidfd] = request_id, pid
         self._poller.register(pidfd, select.POLLIN)
+
+    def _await_file_clock(self) -> None:
+        """Wait for its next tick: the times of files of the answer are then later than the request."""
+        now_ns, tick_s = time.time_ns(), time.clock_getres(FILE_CLOCK)
+        for _ in range(10):  # no more: the wall clock may be set back
+            if time.clock_gettime_ns(FILE_CLOCK) >= now_ns or self._stop.wait(tick_s / 4):
+                return
 
     def _forget(self, pidfd: int) -> tuple[str, int]:
         self._poller.unregister(pidfd)
@@ -251,15 +258,6 @@ class SignalSender:
 
     def _resolve(self) -> int:
         return configured_process(self._pid_file, self._unit, self._allowed_uids)
-
-
-def _await_file_clock() -> None:
-    """Wait for its next tick: the times of files of the answer are then later than the request."""
-    now_ns, tick_s = time.time_ns(), time.clock_getres(FILE_CLOCK)
-    for _ in range(10):  # no more: the wall clock may be set back
-        if time.clock_gettime_ns(FILE_CLOCK) >= now_ns:
-            return
-        time.sleep(tick_s / 4)
 
 
 def configured_process(

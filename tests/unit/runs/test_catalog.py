@@ -325,6 +325,17 @@ def test_vms_without_a_safe_farewell_are_counted(store: FileStore) -> None:
     assert catalog.history(store, KEYS, 1) == History()
 
 
+def test_the_newest_farewells_of_a_vm_count(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A VM with many drills writes more farewells than are read: the last one says how it ended."""
+    monkeypatch.setattr(catalog, "_FAREWELLS_MAX", 2)
+    for minute, verdict in enumerate(["SAFE", "LOST", "PARTIAL"]):
+        farewell(store, 1, verdict, f"2030-01-01T00:0{minute}:00Z")
+    said = catalog.farewells_of(store, KEYS, 1, lambda: False)
+    assert [each.verdict for each in said] == [Verdict.PARTIAL, Verdict.LOST]
+
+
 def test_a_rollback_and_a_final_commit_are_not_interruptions(store: FileStore) -> None:
     """Two generations of one boot are one VM; a VM with a final commit ended by itself."""
     put_claim(store, 1, "2030-01-01T00:00:00Z", "same")
