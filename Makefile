@@ -55,7 +55,7 @@ CLOUD  ?= aws
 SIGNAL ?= none
 MIRROR ?=
 
-demo: $(STAMP)  ## show a preemption live: notice, save, flush, commit, power off, resume (STORE=auto|s3|gcs|file CLOUD=aws|gcp SIGNAL=none|usr1, or MIRROR=1: lose a region)
+demo: $(STAMP)  ## show a preemption live: notice, save, flush, commit, power off, resume (STORE=auto|s3|gcs|file CLOUD=aws|gcp|azure SIGNAL=none|usr1, or MIRROR=1: lose a region)
 	@$(BIN)/python -m demo --store $(STORE) --cloud $(CLOUD) --signal $(SIGNAL) $(if $(MIRROR),--mirror)
 
 WORKERS ?= 6

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m demo --store auto|s3|gcs|file --cloud aws|gcp --signal none|usr1``; ``make demo`` runs it.
+"""The demo: a spot VM is lost, and another one resumes; ``make demo`` runs it.
 
-``python -m demo --mirror`` loses a whole region.
+``python -m demo --store auto|s3|gcs|file --cloud aws|gcp|azure --signal none|usr1``, or
+``python -m demo --mirror``, which loses a region.
 
 The exit code is 0 if all promises were kept, 1 if not, and 130 after Ctrl-C.
 """

@@ -54,7 +54,11 @@ class Cloud:
     grace_s: float
     steps: int
     honest: str
+    notice: tuple[str, dict[str, str]]
+    """The order to the emulator, and its arguments."""
     states_deadline: bool
+    resumes_on: str = ""
+    """The cloud of vm-2, if it is another one."""
 
     @property
     def redone_max(self) -> int:
@@ -70,6 +74,7 @@ CLOUDS = {
         15,
         160,
         "AWS sends it 120 s before the end, the demo 15 s",
+        ("notice", {"action": "terminate"}),
         states_deadline=True,
     ),
     "gcp": Cloud(
@@ -78,7 +83,18 @@ CLOUDS = {
         30,
         220,
         f"30 s, as on Google Cloud; swansongd assumes {ASSUMED_GRACE_S:g} s",
+        ("set", {"key": "instance/preempted", "value": "TRUE"}),
         states_deadline=False,
+    ),
+    "azure": Cloud(
+        "testkit.emulators.azure_imds",
+        "s3",
+        15,
+        160,
+        "Azure sends it 30 s before the end, the demo 15 s",
+        ("event", {"type": "Preempt"}),
+        states_deadline=True,
+        resumes_on="aws",
     ),
 }
 STORES = ("s3", "gcs", "file")
@@ -279,12 +295,12 @@ class Stage:
         """Send the notice, then power the VM off; returns the times of both."""
         url = self.metadata_url
         noticed_at = time.time()
-        if self._cloud_name == "aws":
-            notice = control(url, "notice", action="terminate", in_s=self._cloud.grace_s)
-            power_off_at = datetime.fromisoformat(notice["time"]).timestamp()
-        else:
-            control(url, "set", key="instance/preempted", value="TRUE")
-            power_off_at = noticed_at + self._cloud.grace_s
+        order, body = self._cloud.notice
+        due = {"in_s": self._cloud.grace_s} if self._cloud.states_deadline else {}
+        stated = control(url, order, **body, **due).get("time")
+        power_off_at = noticed_at + self._cloud.grace_s
+        if stated is not None:  # in whole seconds
+            power_off_at = datetime.fromisoformat(stated).timestamp()
         watch.power_off_at = power_off_at
         self._screen.say("cloud", f"notice set: {self._cloud.honest}", at=noticed_at, style="bold")
         watch.until(lambda: watch.daemon.lines.all(event="verdict"), "a verdict")
@@ -298,7 +314,7 @@ class Stage:
 
     def second_vm(self) -> tuple[Watch, int]:
         """Start vm-2, train from the newest commit to the end; returns the step of that commit too."""
-        watch = self._start_vm("vm-2")
+        watch = self._start_vm("vm-2", cloud_name=self._cloud.resumes_on)
         return watch, self._resume(watch)
 
     def _resume(self, watch: Watch) -> int:

@@ -69,6 +69,30 @@ class Gcp:
 
 
 @dataclass(frozen=True)
+class Azure:
+    """The metadata service of one VM."""
+
+    url: str
+
+    @property
+    def metadata(self) -> tuple[str, str]:
+        """Argument ``metadata`` of :class:`rig.Vm`."""
+        return ("azure", self.url)
+
+    def event(self, type_: str, *, in_s: float, **more: object) -> str:
+        """Announce an event of the VM; returns its id."""
+        return str(control(self.url, "event", type=type_, in_s=in_s, **more)["id"])
+
+    def end(self, event_id: str) -> None:
+        """The event is over, or withdrawn."""
+        control(self.url, "end", id=event_id)
+
+    def approvals(self) -> list[str]:
+        """The ids of the events that the VM has approved."""
+        return list(control(self.url, "approvals"))
+
+
+@dataclass(frozen=True)
 class Bucket:
     """One team's part of the bucket ``ckpt`` in the S3 emulator.  Keys have no prefix."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of both metadata emulators: an HTTP server, faults on order, and counts of requests.
+"""The base of the metadata emulators: an HTTP server, faults on order, and counts of requests.
 
 Control, by POST with a JSON object unless said otherwise, below ``/_control/``::
 
@@ -63,6 +63,7 @@ class Request:
     query: dict[str, str]
     headers: Any
     """Case-insensitive."""
+    body: bytes = b""
 
     def __str__(self) -> str:
         return f"{self.method} {self.path}"
@@ -92,7 +93,7 @@ class Fault:
 
 
 class Emulator(ABC):
-    """Base of both.  ``respond`` runs in a thread per connection; ``changed`` guards all state."""
+    """Base of all.  ``respond`` runs in a thread per connection; ``changed`` guards all state."""
 
     headers: ClassVar[dict[str, str | None]] = {}
     """Headers of every response of this cloud."""
@@ -162,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._control(url.path.removeprefix("/_control/"), content)
             return
         query = dict(parse_qsl(url.query, keep_blank_values=True))
-        request = Request(self.command, url.path, query, self.headers)
+        request = Request(self.command, url.path, query, self.headers, content)
         emulator = self.server.emulator
         emulator.count(str(request), "total")
         if not self._counted:  # a control connection does not count
@@ -287,7 +288,7 @@ def _phrase(status: int) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line that both emulators share."""
+    """The command line that the emulators share."""
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
 

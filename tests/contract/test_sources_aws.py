@@ -10,9 +10,10 @@ from datetime import UTC, datetime
 
 import pytest
 from swansong_bucket.model import DeadlineQuality, Health, Severity
-from swansongd.sources.aws import SPOT_PATH, TOKEN_PATH, AwsOptions, AwsSpotSource, Imds
+from swansongd.sources.aws import SPOT_PATH, TOKEN_PATH, AwsSpotSource, Imds
 from swansongd.sources.base import Clocks
 from swansongd.sources.metadata import MetadataClient, MetadataUnavailable, retry_timeouts
+from swansongd.sources.polled import PollOptions
 
 from testkit.emulators.process import EmulatorProcess
 from testkit.source_run import SourceRun, asked, control, polls
@@ -46,7 +47,7 @@ def spot(
     wall: Callable[[], float] = time.time,
 ) -> AwsSpotSource:
     return AwsSpotSource(
-        AwsOptions(
+        PollOptions(
             metadata_url=url,
             poll_interval_s=poll_interval_s,
             assumed_grace_s=25.0,

@@ -12,14 +12,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from swansong_bucket.model import DeadlineQuality, Health, Severity
 from swansongd.config.config import DeadlineConfig, SourcesConfig
-from swansongd.sources.aws import (
-    SPOT_PATH,
-    TOKEN_PATH,
-    AwsOptions,
-    AwsSource,
-    AwsSpotSource,
-    ImdsSession,
-)
+from swansongd.sources.aws import SPOT_PATH, TOKEN_PATH, AwsSource, AwsSpotSource, ImdsSession
 from swansongd.sources.aws_events import (
     ASG_PATH,
     HISTORY_PATH,
@@ -32,6 +25,7 @@ from swansongd.sources.aws_events import (
 )
 from swansongd.sources.base import Clocks
 from swansongd.sources.opening import open_sources
+from swansongd.sources.polled import PollOptions
 
 from testkit.emulators.aws_imds import ASG_KEY, HISTORY_KEY, META_DATA, event_date
 from testkit.emulators.process import EmulatorProcess
@@ -69,7 +63,7 @@ def source(
     blind_after_s: float = 30.0,
     slept_s: list[float] | None = None,
 ) -> AwsSource:
-    options = AwsOptions(
+    options = PollOptions(
         metadata_url=url,
         poll_interval_s=0.05,
         assumed_grace_s=25.0,
@@ -387,7 +381,7 @@ def test_event_is_a_notice_with_its_date(imds: str) -> None:
 def test_wrong_local_clock(imds: str, skew_s: int) -> None:
     """With a clock twenty minutes off the deadline of an event is right."""
     wrong = AwsScheduledSource(
-        AwsOptions(
+        PollOptions(
             metadata_url=imds, poll_interval_s=0.05, assumed_grace_s=25.0, timeout_s=5,
             clocks=Clocks(wall=lambda: time.time() + skew_s),
         )

@@ -12,21 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from swansong_bucket.model import Notice
 from swansongd.sources.asg import _Unavailable, parse_identity
-from swansongd.sources.aws import (
-    AwsOptions,
-    AwsSource,
-    AwsSpotSource,
-    ClockReading,
-    Imds,
-    ImdsSession,
-    parse_instance_action,
-)
+from swansongd.sources.aws import AwsSource, AwsSpotSource, Imds, ImdsSession, parse_instance_action
 from swansongd.sources.aws_events import (
     AwsAsgSource,
     AwsRebalanceSource,
     AwsScheduledSource,
     parse_rebalance,
 )
+from swansongd.sources.azure import AzureDeletionSource, AzureScheduledSource
 from swansongd.sources.base import Clocks
 from swansongd.sources.gcp import GcpOptions, GcpPreemptedSource, GcpSource, KeyWatch, WatchResult
 from swansongd.sources.gcp_events import (
@@ -37,6 +30,7 @@ from swansongd.sources.gcp_events import (
     _seconds,
 )
 from swansongd.sources.metadata import MetadataResponse, MetadataUnavailable, shortened
+from swansongd.sources.polled import ClockReading, PolledSource, PollOptions
 
 GRACE_S = 25.0
 ASKED = ClockReading(1000.0, 1_700_000_000.0)
@@ -82,6 +76,22 @@ documents = st.one_of(
         "type", "maintenance-status", "windowStartTime", "window_start_time", "startTime", "error"
     ),
     objects("instanceId", "region"),
+    st.fixed_dictionaries(
+        {
+            "Events": st.lists(
+                st.fixed_dictionaries(
+                    {"EventId": st.text(max_size=300), "EventType": words | st.just("Preempt")},
+                    optional={
+                        "NotBefore": times,
+                        "Resources": st.lists(words, max_size=2),
+                        "Description": words,
+                        "EventStatus": st.sampled_from(["Scheduled", "Started", 7]),
+                    },
+                ),
+                max_size=4,
+            )
+        }
+    ),
 )
 bodies = st.one_of(
     st.binary(max_size=300),
@@ -160,21 +170,30 @@ def test_a_mangled_recommendation_is_still_an_advisory_notice(body: bytes) -> No
 
 
 CLOCKS = Clocks(monotonic=lambda: 1000.0, wall=lambda: 1.7e9)
-AWS = [AwsSpotSource, AwsRebalanceSource, AwsAsgSource, AwsScheduledSource]
+POLLED: list[type[PolledSource]] = [
+    *(AwsSpotSource, AwsRebalanceSource, AwsAsgSource, AwsScheduledSource),
+    *(AzureDeletionSource, AzureScheduledSource),
+]
 
 
-@given(st.sampled_from(AWS), st.lists(answers, min_size=1, max_size=5))
-def test_every_poll_of_aws_is_a_result_or_unknown(
-    kind: type[AwsSource], given_answers: list[MetadataResponse]
+def polled(kind: type[PolledSource]) -> PolledSource:
+    options = PollOptions(assumed_grace_s=GRACE_S, clocks=CLOCKS)
+    if issubclass(kind, AwsSource):
+        session = ImdsSession()
+        session.store_token("token", math.inf)
+        return kind(options, session)
+    return kind(options)
+
+
+@given(st.sampled_from(POLLED), st.lists(answers, min_size=1, max_size=5))
+def test_every_poll_is_a_result_or_unknown(
+    kind: type[PolledSource], given_answers: list[MetadataResponse]
 ) -> None:
     """Tokens, redirects, refusals and bodies of all kinds, several times in a row."""
-    source = kind(AwsOptions(assumed_grace_s=GRACE_S, clocks=CLOCKS))
     client: Any = FakeImds(given_answers)
-    session = ImdsSession()
-    session.store_token("token", math.inf)
-    imds = Imds(client, monotonic=lambda: 1000.0, session=session)
+    poll = polled(kind).poller(client)
     for _ in range(3):
-        seen = learnt(lambda: source._poll(imds, ASKED))
+        seen = learnt(lambda: poll(ASKED))
         if seen is not None:
             assert len(seen.withdrawn_because) < 100
             if seen.notice is not None:

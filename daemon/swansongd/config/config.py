@@ -86,10 +86,10 @@ class SourcesConfig:
     """The sources of notices."""
 
     cloud: str = _key(
-        read.one_of("auto", "aws", "gcp", "none"),
+        read.one_of("auto", "aws", "gcp", "azure", "none"),
         "auto",
-        about="Cloud whose metadata service reports notices: `aws`, `gcp`, or `none`, which "
-        "watches only the shutdown of the operating system. `auto` reads the firmware.",
+        about="Cloud whose metadata service reports notices: `aws`, `gcp`, `azure`, or `none`, "
+        "which watches only the shutdown of the operating system. `auto` reads the firmware.",
     )
     metadata_url: str | None = _key(
         read.http_url,
@@ -101,8 +101,8 @@ class SourcesConfig:
     poll_interval_s: float = _key(
         read.duration,
         "1s",
-        about="Time between two requests to the metadata service of AWS. A notice can be this "
-        "late.",
+        about="Time between two requests to the metadata service of AWS or Azure. A notice can be "
+        "this late.",
     )
     gcp_preemption_notice_s: float | None = _key(
         read.preemption_notice,
@@ -133,6 +133,12 @@ class SourcesConfig:
         about="Heartbeat timeout of that hook.",
         unset="`deadline.assumed_grace_s`",
         example="5m",
+    )
+    azure_approve: bool = _key(
+        read.yes_or_no,
+        False,
+        about="Whether the daemon approves an event of Azure after SAFE, if the event names this "
+        "VM only. Azure then need not wait for the time of the event.",
     )
     end_at: datetime | None = _key(
         read.utc_instant,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 import structlog
 from swansong import protocol
-from swansong_bucket.model import DRILL, NoticeKind, Severity
+from swansong_bucket.model import DRILL, NoticeKind, Severity, Verdict
 from swansong_bucket.util.threads import Worker
 
 import swansongd
@@ -86,6 +86,7 @@ from swansongd.service.decisions import Decisions
 from swansongd.service.inbox import Inbox
 from swansongd.service.storage import Storage
 from swansongd.sources import host, logind, manual
+from swansongd.sources.azure import AzureSource
 from swansongd.sources.opening import (
     notice_kinds,
     open_lifecycle_hook,
@@ -467,6 +468,9 @@ class Service:
             is_complete = lifecycle.is_complete(self._state, conclusion.verdict)
             if self._asg_hook is not None and is_complete:
                 self._asg_hook.complete()
+            for source in self._sources if conclusion.verdict is Verdict.SAFE else ():
+                if isinstance(source, AzureSource):
+                    source.settle(conclusion.notices)
         timeline, generation = self._decision_log.timeline, self._state.newest_generation
         assert timeline is not None
         if generation is not None:

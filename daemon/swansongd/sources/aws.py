@@ -11,31 +11,30 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import random
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
-from typing import Any, ClassVar
+from abc import abstractmethod
+from dataclasses import replace
+from datetime import datetime
+from functools import partial
+from typing import Any
 
 from swansong_bucket.model import DeadlineQuality, Notice, Severity
 
-from swansongd.core.events import NoticeRaised, NoticeWithdrawn
-from swansongd.observe.health import HealthTracker
-from swansongd.sources.base import Clock, Clocks, Post, must_post
+from swansongd.sources.base import Clock
 from swansongd.sources.metadata import (
-    DEFAULT_URL,
-    TIMEOUT_MAX_S,
-    TIMEOUT_S,
-    Backoff,
     MetadataClient,
     MetadataResponse,
     MetadataUnavailable,
-    fallback_url,
     shortened,
-    watch,
+)
+from swansongd.sources.polled import (
+    ClockReading,
+    PolledSource,
+    Poller,
+    PollOptions,
+    PollResult,
+    parse_time,
+    server_date_s,
 )
 
 TOKEN_PATH = "/latest/api/token"  # noqa: S105
@@ -46,7 +45,6 @@ SPOT_PATH = "/latest/meta-data/spot/instance-action"
 
 NOTICE_S = 120.0
 """Longest time between a spot interruption notice and the end."""
-CLOCK_SKEW_SHOWN_S = 5.0
 
 ON_DEMAND = "on-demand"
 
@@ -196,33 +194,6 @@ def _refusal(status: int) -> str:
     return f"the metadata service returned HTTP {status}"
 
 
-@dataclass(frozen=True, slots=True)
-class ClockReading:
-    """One instant, read from both clocks."""
-
-    mono_s: float
-    wall_s: float
-    """Seconds since 1970, UTC."""
-
-    def by_server_clock(self, answer: MetadataResponse) -> ClockReading:
-        """The same instant by the clock of the server, if the response has a ``Date``.
-
-        ``Date`` has a resolution of one second; within that second the local clock is used.
-        """
-        date_s = server_date_s(answer)
-        if date_s is None:
-            return self
-        return ClockReading(self.mono_s, min(max(self.wall_s, date_s), date_s + 1))
-
-
-def server_date_s(answer: MetadataResponse) -> float | None:
-    """The ``Date`` of a response, in seconds since 1970; None without a valid one."""
-    try:
-        return parsedate_to_datetime(answer.headers.get("date", "")).timestamp()
-    except (ValueError, OverflowError):
-        return None
-
-
 def parse_instance_action(body: bytes, asked: ClockReading, assumed_grace_s: float) -> Notice:
     """The notice in the body of ``spot/instance-action``.  Any body is a notice, also an invalid one.
 
@@ -264,101 +235,23 @@ def _parse(body: bytes) -> tuple[str, datetime | None]:
     return str(fields.get("action", "")), parse_time(fields.get("time"))
 
 
-def parse_time(value: object) -> datetime | None:
-    """An ISO 8601 instant in UTC; None if it is invalid."""
-    try:
-        stated = datetime.fromisoformat(value)  # type: ignore[arg-type]  # a wrong type is caught
-        # AWS means UTC, also without a zone.
-        return stated.replace(tzinfo=stated.tzinfo or UTC).astimezone(UTC)
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class PollResult:
-    """The result of one poll."""
-
-    answer: MetadataResponse
-    notice: Notice | None
-    """The notice in force, if any."""
-    withdrawn_because: str = "the metadata service no longer shows a notice"
-    """The reason of the withdrawal, if an earlier poll had a notice."""
-    unsupported: str = ""
-    """Why this VM cannot have such a notice; empty if it can."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AwsOptions:
-    """Options of all sources of AWS."""
-
-    metadata_url: str = DEFAULT_URL
-    assumed_grace_s: float
-    """Grace period of a notice that states no time."""
-    poll_interval_s: float = 1.0
-    timeout_s: float = TIMEOUT_S
-    """First timeout of an HTTP exchange; it adapts, up to five times this value."""
-    blind_after_s: float = 15.0
-    """Time without a valid response, at least three polls, after which the source is blind."""
-    recheck_s: float = 60.0
-    """Poll interval while this VM does not support the source."""
-    clocks: Clocks = field(default_factory=Clocks)
-    uniform: Callable[[float, float], float] = random.uniform
-    """Random source of the jitter."""
-
-
-class AwsSource(ABC):
-    """Base of the sources: polls, posts each notice once, withdraws it, and reports its health.
+class AwsSource(PolledSource):
+    """Base of the sources of AWS.
 
     Args:
-        options: of all sources.
+        options: of the source.
         session: shared by all sources of this VM.
     """
 
-    name: str
-    slows_down: ClassVar[bool] = True
-    """Whether it polls less often while this VM does not support the source."""
+    cloud = "aws"
 
-    def __init__(self, options: AwsOptions, session: ImdsSession | None = None) -> None:
-        self._options = options
+    def __init__(self, options: PollOptions, session: ImdsSession | None = None) -> None:
+        super().__init__(options)
         self._session = session or ImdsSession()
-        self._monotonic, self._wall = options.clocks.monotonic, options.clocks.wall
-        self._live: Notice | None = None
-        self._skew_s = 0.0
 
-    def run(self, post: Post, stop: threading.Event) -> None:
-        """See :class:`~swansongd.sources.base.Source`."""
-        options = self._options
-        interval_s = options.poll_interval_s
-        client = MetadataClient(
-            options.metadata_url,
-            timeout_s=options.timeout_s,
-            timeout_max_s=options.timeout_s * TIMEOUT_MAX_S / TIMEOUT_S,
-            fallback_url=fallback_url(options.metadata_url, "aws"),
-        )
+    def poller(self, client: MetadataClient) -> Poller:
         imds = Imds(client, monotonic=self._monotonic, session=self._session)
-        health = HealthTracker(
-            self.name,
-            blind_after_s=max(options.blind_after_s, 3 * interval_s),
-            monotonic=self._monotonic,
-            post=post,
-        )
-
-        def poll() -> float:
-            asked = ClockReading(self._monotonic(), self._wall())
-            result = self._poll(imds, asked)
-            self._post_change(result, post)
-            next_s = interval_s
-            if result.unsupported and result.notice is None:
-                health.unsupported(result.unsupported)
-                next_s = max(options.recheck_s, interval_s) if self.slows_down else interval_s
-            else:
-                health.ok("answers" + self._skew_note(asked, result.answer))
-            return max(0.0, asked.mono_s + next_s - self._monotonic())
-
-        backoff = Backoff(
-            interval_s / 4, max(interval_s, min(2 * interval_s, 2.0)), options.uniform
-        )
-        watch(poll, client=client, health=health, backoff=backoff, stop=stop)
+        return partial(self._poll, imds)
 
     @abstractmethod
     def _poll(self, imds: Imds, asked: ClockReading) -> PollResult:
@@ -367,27 +260,6 @@ class AwsSource(ABC):
         Raises:
             MetadataUnavailable: the state is unknown.
         """
-
-    def _post_change(self, result: PollResult, post: Post) -> None:
-        live, notice = self._live, result.notice
-        if notice is None:
-            if live is not None:
-                self._live = None
-                post(NoticeWithdrawn(self.name, result.withdrawn_because))
-        elif must_post(live, notice, self._monotonic()):
-            self._live = notice
-            post(NoticeRaised(notice))
-
-    def _skew_note(self, asked: ClockReading, answer: MetadataResponse) -> str:
-        skew_s = asked.wall_s - asked.by_server_clock(answer).wall_s
-        if abs(skew_s) <= CLOCK_SKEW_SHOWN_S:
-            self._skew_s = 0.0
-            return ""
-        if abs(skew_s - self._skew_s) > CLOCK_SKEW_SHOWN_S:
-            # Otherwise the old value stays, so that the reason does not change every second.
-            self._skew_s = skew_s
-        ahead = "ahead of" if self._skew_s > 0 else "behind"
-        return f"; the local clock is {abs(self._skew_s):.0f} s {ahead} the clock of the metadata service"
 
 
 class AwsSpotSource(AwsSource):

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 from swansong_bucket.model import DeadlineQuality, Notice, Severity
 
 from swansongd.core.lifecycle import ASG_SOURCE
-from swansongd.sources.aws import AwsSource, ClockReading, Imds, PollResult, not_spot, parse_time
+from swansongd.sources.aws import AwsSource, Imds, not_spot
 from swansongd.sources.metadata import MetadataUnavailable, shortened
+from swansongd.sources.polled import ClockReading, PollResult, parse_date
 
 REBALANCE_PATH = "/latest/meta-data/events/recommendations/rebalance"
 LIFE_CYCLE_PATH = "/latest/meta-data/instance-life-cycle"
@@ -164,7 +163,7 @@ def parse_event(event: dict[str, Any], asked: ClockReading, assumed_grace_s: flo
         asked: the time of the request, by the server's clock.
         assumed_grace_s: grace period if the date is invalid.
     """
-    begins = _parse_date(_text(event, "NotBefore"))
+    begins = parse_date(_text(event, "NotBefore"))
     if begins is None:
         grace_s, quality = assumed_grace_s, DeadlineQuality.ASSUMED
     else:
@@ -202,15 +201,6 @@ def _over(event: dict[str, Any]) -> str:
         if word.lower() in _EVENT_OVER:
             return _EVENT_OVER[word.lower()]
     return ""
-
-
-def _parse_date(text: str) -> datetime | None:
-    """``21 Jan 2019 09:00:43 GMT``, or ISO 8601."""
-    try:
-        stated = parsedate_to_datetime(text)
-        return stated.replace(tzinfo=stated.tzinfo or UTC).astimezone(UTC)
-    except (ValueError, OverflowError):
-        return parse_time(text)
 
 
 def _json(body: bytes) -> Any:

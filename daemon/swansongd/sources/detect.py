@@ -7,9 +7,11 @@ import os
 from pathlib import Path
 from typing import Literal
 
-Cloud = Literal["aws", "gcp", "none"]
+Cloud = Literal["aws", "gcp", "azure", "none"]
 
 DMI_DIRECTORY = "/sys/class/dmi/id"
+AZURE_ASSET_TAG = "7783-7084-3265-9085-8269-3286-77"
+"""The chassis of each Azure VM has it; the vendor's name also stands for other machines under Hyper-V."""
 NVML_LIBRARY = "libnvidia-ml.so.1"
 
 _LIBRARY_DIRECTORIES = ("/lib", "/usr/lib", "/lib64", "/usr/lib64")
@@ -25,6 +27,8 @@ def detect_cloud(dmi_directory: str = DMI_DIRECTORY) -> Cloud:
         return "aws"
     if _read(dmi_directory, "product_name") in ("Google Compute Engine", "Google"):
         return "gcp"
+    if _read(dmi_directory, "chassis_asset_tag") == AZURE_ASSET_TAG:
+        return "azure"
     return "none"
 
 

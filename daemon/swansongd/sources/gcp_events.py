@@ -9,7 +9,6 @@ from typing import Any
 
 from swansong_bucket.model import DeadlineQuality, Notice, Severity
 
-from swansongd.sources.aws import ClockReading
 from swansongd.sources.gcp import GcpSource, WatchResult, get
 from swansongd.sources.metadata import (
     MetadataClient,
@@ -17,6 +16,7 @@ from swansongd.sources.metadata import (
     fallback_url,
     shortened,
 )
+from swansongd.sources.polled import ClockReading
 
 GPU_MAINTENANCE_S = 3600.0
 """Time between the announcement and the maintenance of a host with GPUs."""

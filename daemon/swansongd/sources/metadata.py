@@ -106,6 +106,7 @@ class MetadataClient:
         *,
         headers: Mapping[str, str] | None = None,
         params: Mapping[str, str] | None = None,
+        body: bytes = b"",
     ) -> MetadataResponse:
         """Send one request; returns a response of any status.
 
@@ -118,10 +119,10 @@ class MetadataClient:
         target = f"{path}?{urlencode(params)}" if params else path
         fields = {"User-Agent": "swansongd", **(headers or {})}
         if method in ("PUT", "POST"):
-            fields["Content-Length"] = "0"
+            fields["Content-Length"] = str(len(body))
         lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {fields[name]}" for name in fields)]
         try:
-            answer = self._exchange(method, lines, asked_mono_s + limit_s)
+            answer = self._exchange(method, lines, body, asked_mono_s + limit_s)
         except TimeoutError as error:
             self._limit_s = min(2 * limit_s, self._timeout_max_s)
             is_final = limit_s >= self._timeout_max_s
@@ -146,24 +147,26 @@ class MetadataClient:
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _exchange(self, method: str, lines: list[str], end_mono_s: float) -> MetadataResponse:
+    def _exchange(
+        self, method: str, lines: list[str], body: bytes, end_mono_s: float
+    ) -> MetadataResponse:
         keep = False
         try:
             sock = self._connected(end_mono_s)
             sock.settimeout(left_s(end_mono_s))
             host = urlsplit(self._url).netloc
-            sock.sendall(request_head([lines[0], f"Host: {host}", *lines[1:]]))
+            sock.sendall(request_head([lines[0], f"Host: {host}", *lines[1:]]) + body)
             reader = ResponseReader(receive_until(sock, end_mono_s), method)
             found = reader.head()
             if found.status == 200 and not found.has_end:
                 raise Transient("the response does not declare the length of its body")
-            body = bytearray()
+            received = bytearray()
             for piece in reader.pieces(found, memoryview(bytearray(_WINDOW_BYTES))):
-                if len(body) + piece.nbytes > MAX_BODY_BYTES:
+                if len(received) + piece.nbytes > MAX_BODY_BYTES:
                     raise Transient(f"the response exceeds {MAX_BODY_BYTES} bytes")
-                body += piece
+                received += piece
             keep = found.keeps_open and reader.is_drained
-            return MetadataResponse(found.status, found.headers, bytes(body))
+            return MetadataResponse(found.status, found.headers, bytes(received))
         finally:
             if not keep:
                 self._close()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from swansong_bucket.model import GpuRecord, Health, NoticeKind, SourceStatus
 
@@ -12,8 +13,10 @@ from swansongd.core.state import SCHEDULED_LEAD_S
 from swansongd.sources import host, logind
 from swansongd.sources.asg import LifecycleHook
 from swansongd.sources.aws import NOTICE_S as SPOT_NOTICE_S
-from swansongd.sources.aws import AwsOptions, AwsSpotSource, ImdsSession
+from swansongd.sources.aws import AwsSpotSource, ImdsSession
 from swansongd.sources.aws_events import AwsAsgSource, AwsRebalanceSource, AwsScheduledSource
+from swansongd.sources.azure import NOTICE_S as AZURE_NOTICE_S
+from swansongd.sources.azure import AzureDeletionSource, AzureScheduledSource
 from swansongd.sources.base import Clocks, Source
 from swansongd.sources.detect import DMI_DIRECTORY, describe_firmware, detect_cloud, has_nvml
 from swansongd.sources.fixed import DeadlineSource, end_after, end_at
@@ -27,9 +30,10 @@ from swansongd.sources.gcp_events import (
     GcpUpcomingSource,
 )
 from swansongd.sources.metadata import DEFAULT_URL
+from swansongd.sources.polled import PollOptions
 
 _SCHEDULED_POLLS = 10
-"""AWS announces scheduled events days ahead: their source polls once in this many intervals."""
+"""Scheduled events are announced minutes to days ahead: their source polls once in this many intervals."""
 _ALL_CLOCKS = Clocks()
 
 
@@ -55,27 +59,41 @@ def open_sources(
         opened += _aws(config, deadline, clocks)
     elif cloud == "gcp":
         opened += _gcp(config, deadline, boot_id, clocks)
+    elif cloud == "azure":
+        opened += _azure(config, deadline, clocks)
     return opened + _deadlines(config, boot_id, clocks) + _gpus(config, clocks, gpus_before)
 
 
 def _aws(config: SourcesConfig, deadline: DeadlineConfig, clocks: Clocks) -> list[Source]:
-    session = ImdsSession()
-
-    def options(*, polls: int = 1, grace_s: float = deadline.assumed_grace_s) -> AwsOptions:
-        return AwsOptions(
-            metadata_url=config.metadata_url or DEFAULT_URL,
-            poll_interval_s=polls * config.poll_interval_s,
-            assumed_grace_s=grace_s,
-            clocks=clocks,
-        )
-
+    session, options = ImdsSession(), _poll_options(config, deadline, clocks)
     hook_grace_s = config.asg_grace_s or deadline.assumed_grace_s
     return [
-        AwsSpotSource(options(), session),
-        AwsRebalanceSource(options(), session),
-        AwsAsgSource(options(grace_s=hook_grace_s), session),
-        AwsScheduledSource(options(polls=_SCHEDULED_POLLS), session),
+        AwsSpotSource(options, session),
+        AwsRebalanceSource(options, session),
+        AwsAsgSource(replace(options, assumed_grace_s=hook_grace_s), session),
+        AwsScheduledSource(_rarely(options), session),
     ]
+
+
+def _azure(config: SourcesConfig, deadline: DeadlineConfig, clocks: Clocks) -> list[Source]:
+    options = _poll_options(config, deadline, clocks)
+    return [
+        AzureDeletionSource(options, approves=config.azure_approve),
+        AzureScheduledSource(_rarely(options), approves=config.azure_approve),
+    ]
+
+
+def _poll_options(config: SourcesConfig, deadline: DeadlineConfig, clocks: Clocks) -> PollOptions:
+    return PollOptions(
+        metadata_url=config.metadata_url or DEFAULT_URL,
+        poll_interval_s=config.poll_interval_s,
+        assumed_grace_s=deadline.assumed_grace_s,
+        clocks=clocks,
+    )
+
+
+def _rarely(options: PollOptions) -> PollOptions:
+    return replace(options, poll_interval_s=_SCHEDULED_POLLS * options.poll_interval_s)
 
 
 def _gcp(
@@ -145,12 +163,18 @@ def possible_notice_kinds(
         config.gcp_preemption_notice_s, (long_s,)
     )
     asg_s = [config.asg_grace_s or assumed_s] if config.asg_hook or config.asg_grace_s else []
-    scheduled = (AwsScheduledSource.name, GcpMaintenanceSource.name, GcpUpcomingSource.name)
+    scheduled = (
+        AwsScheduledSource.name,
+        GcpMaintenanceSource.name,
+        GcpUpcomingSource.name,
+        AzureScheduledSource.name,
+    )
     return (
         NoticeKind(source=AwsSpotSource.name, grace_s=SPOT_NOTICE_S),
         *(NoticeKind(source=AwsAsgSource.name, grace_s=grace_s) for grace_s in asg_s),
         *(NoticeKind(source=GcpPreemptedSource.name, grace_s=grace_s) for grace_s in of_gcp_s),
         NoticeKind(source=GcpStopSource.name, grace_s=assumed_s),
+        NoticeKind(source=AzureDeletionSource.name, grace_s=AZURE_NOTICE_S),
         *(
             NoticeKind(source=source, grace_s=SCHEDULED_LEAD_S, is_scheduled=True)
             for source in scheduled
@@ -185,7 +209,7 @@ def unknown_firmware(
         source="cloud",
         health=Health.DEGRADED,
         reason=f"{describe_firmware(dmi_directory)}: only shutdowns of the operating system are watched, "
-        'and no cloud; set sources.cloud to "aws", "gcp" or, if that is intended, "none"',
+        'and no cloud; set sources.cloud to "aws", "gcp", "azure" or, if that is intended, "none"',
         since_mono_s=now_mono_s,
     )
 

@@ -16,7 +16,7 @@ from swansong_bucket.model import DeadlineQuality, Health, SourceStatus
 from swansongd.config.config import DeadlineConfig, SourcesConfig
 from swansongd.core.events import SourceChanged
 from swansongd.observe.health import HealthTracker
-from swansongd.sources.aws import AwsSpotSource, ClockReading, parse_instance_action
+from swansongd.sources.aws import AwsSpotSource, parse_instance_action
 from swansongd.sources.aws_events import AwsAsgSource, AwsRebalanceSource, AwsScheduledSource
 from swansongd.sources.base import must_post
 from swansongd.sources.detect import detect_cloud
@@ -24,6 +24,7 @@ from swansongd.sources.gcp import GcpPreemptedSource, read_boot_id
 from swansongd.sources.gcp_events import GcpMaintenanceSource, GcpStopSource, GcpUpcomingSource
 from swansongd.sources.metadata import Backoff, MetadataClient, MetadataResponse, shortened, watch
 from swansongd.sources.opening import open_sources, unknown_firmware
+from swansongd.sources.polled import ClockReading
 
 from testkit.story import a_notice
 
@@ -264,6 +265,8 @@ def test_details_fit_one_line() -> None:
         ({"sys_vendor": "Xen", "product_name": "HVM domU", "bios_version": "4.11.amazon"}, "aws"),
         ({"sys_vendor": "Google", "product_name": "Google Compute Engine\n"}, "gcp"),
         ({"sys_vendor": "Google", "product_name": "Google"}, "gcp"),
+        ({"chassis_asset_tag": "7783-7084-3265-9085-8269-3286-77\n"}, "azure"),
+        ({"sys_vendor": "Microsoft Corporation", "product_name": "Virtual Machine"}, "none"),
         ({"sys_vendor": "QEMU", "product_name": "Standard PC"}, "none"),
         ({}, "none"),
     ],

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from swansong_bucket.model import DeadlineQuality, Severity
-from swansongd.sources.aws import ClockReading
 from swansongd.sources.aws_events import (
     REBALANCE_S,
     AwsScheduledSource,
@@ -19,6 +18,7 @@ from swansongd.sources.aws_events import (
     parse_rebalance,
 )
 from swansongd.sources.metadata import MetadataUnavailable
+from swansongd.sources.polled import ClockReading
 
 NOON = datetime(2019, 1, 21, 9, 0, tzinfo=UTC).timestamp()
 ASKED = ClockReading(mono_s=1000.0, wall_s=NOON)

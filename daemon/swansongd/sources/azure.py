@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Azure's Scheduled Events: ``azure.deletion`` and ``azure.scheduled``.
+
+The service returns one document with the events of this VM and of others of its scale set or availability
+set.  It is switched on by the first request, whose answer can take two minutes, and off after a day without
+requests.  An event that is over is no longer in the document.
+
+A freeze pauses the VM for seconds and loses nothing, so it is no notice.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import structlog
+from swansong import bounds
+from swansong.bounds import BoundsError
+from swansong_bucket.model import DeadlineQuality, Notice, Severity
+
+from swansongd.sources.metadata import (
+    MAX_BODY_BYTES,
+    MetadataClient,
+    MetadataResponse,
+    MetadataUnavailable,
+    shortened,
+)
+from swansongd.sources.polled import (
+    ClockReading,
+    PolledSource,
+    Poller,
+    PollOptions,
+    PollResult,
+    parse_date,
+)
+
+EVENTS_PATH = "/metadata/scheduledevents"
+EVENTS_VERSION = {"api-version": "2020-07-01"}
+NAME_PATH = "/metadata/instance/compute/name"
+NAME_PARAMETERS = {"api-version": "2021-02-01", "format": "text"}
+NOTICE_S = 30.0
+"""Shortest time between the event of an eviction and the end; Azure may also evict without an event."""
+
+_HEADERS = {"Metadata": "true"}
+_EVENTS_MAX, _RESOURCES_MAX = 1000, 2000
+_DELETIONS = {"Preempt": "reclaim", "Terminate": "scale-in"}
+_FREEZE = "Freeze"
+_INTERRUPTIONS = {"Reboot": "reboot", "Redeploy": "redeploy"}
+"""Other types than these, the freeze and the deletions count as maintenance."""
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AzureEvent:
+    """One event."""
+
+    id: str
+    type: str
+    resources: tuple[str, ...]
+    """Names of the VMs; none if the event does not name them."""
+    is_started: bool
+    not_before: str
+    """Empty once the event has started."""
+    description: str
+
+    def concerns(self, name: str) -> bool:
+        return not self.resources or name.lower() in map(str.lower, self.resources)
+
+
+def parse_events(body: bytes) -> list[AzureEvent]:
+    """The events of a document.
+
+    Raises:
+        MetadataUnavailable: the body is not such a document, so the events are unknown.
+    """
+    try:
+        document = bounds.json_object(body, "the document of events", MAX_BODY_BYTES)
+        events = bounds.items(document.get("Events"), "Events", _EVENTS_MAX)
+        return [_event(each) for each in events]
+    except BoundsError as error:
+        raise MetadataUnavailable(shortened(str(error))) from None
+
+
+def _event(value: object) -> AzureEvent:
+    fields = bounds.mapping(value, "an event", 50)
+
+    def text(name: str, default: str | None = None) -> str:
+        return bounds.text(fields.get(name, default), name)
+
+    named = bounds.items(fields.get("Resources", []), "Resources", _RESOURCES_MAX)
+    return AzureEvent(
+        id=text("EventId"),
+        type=text("EventType"),
+        resources=tuple(bounds.text(each, "a resource") for each in named),
+        is_started=text("EventStatus", "Scheduled") == "Started",
+        not_before=text("NotBefore", ""),
+        description=text("Description", ""),
+    )
+
+
+class AzureSource(PolledSource):
+    """Base of both: the nearest event of this VM that the subclass is for.
+
+    Args:
+        options: of the source.
+        approves: whether an event that names this VM only is approved after SAFE, so that Azure need not
+            wait for its time.
+    """
+
+    cloud = "azure"
+    severity: ClassVar[Severity]
+
+    def __init__(self, options: PollOptions, *, approves: bool = False) -> None:
+        super().__init__(options)
+        self._approves = approves
+        self._vm_name = ""
+        self._settled: frozenset[str] = frozenset()
+        self._approved: set[str] = set()
+
+    @abstractmethod
+    def kind_of(self, event: AzureEvent) -> str:
+        """The kind of the notice; empty if the event is not for this source."""
+
+    def settle(self, identities: frozenset[str]) -> None:
+        """These notices have got SAFE: the next poll approves their events.  From any thread."""
+        self._settled = identities
+
+    def poller(self, client: MetadataClient) -> Poller:
+        def poll(asked: ClockReading) -> PollResult:
+            answer = _get(client, EVENTS_PATH, EVENTS_VERSION)
+            if not self._vm_name:
+                named = _get(client, NAME_PATH, NAME_PARAMETERS)
+                self._vm_name = named.body.decode("utf-8", "replace").strip()
+            events = [
+                each
+                for each in parse_events(answer.body)
+                if self.kind_of(each) and each.concerns(self._vm_name)
+            ]
+            self._approve(client, events)
+            found = [self._notice(each, asked.by_server_clock(answer)) for each in events]
+            nearest = min(found, key=lambda notice: notice.deadline_mono_s, default=None)
+            return PollResult(answer, nearest, withdrawn_because="the event is over or withdrawn")
+
+        return poll
+
+    def _identity(self, event: AzureEvent) -> str:
+        return f"{self.name}:{shortened(event.id, 100)}"
+
+    def _notice(self, event: AzureEvent, asked: ClockReading) -> Notice:
+        identity = self._identity(event)
+        live = self._live
+        if event.is_started and live is not None and live.identity == identity:
+            return live
+        begins = parse_date(event.not_before)
+        left_s = -1.0 if begins is None else begins.timestamp() - asked.wall_s
+        # One that has started, states no valid time, or is late: a clock may be wrong.
+        is_stated = left_s > 0
+        grace_s = left_s if is_stated else self._options.assumed_grace_s
+        return Notice(
+            source=self.name,
+            kind=self.kind_of(event),
+            identity=identity,
+            severity=self.severity,
+            deadline_mono_s=asked.mono_s + grace_s,
+            deadline_quality=DeadlineQuality.STATED if is_stated else DeadlineQuality.ASSUMED,
+            detail=shortened(f"{event.type}: {event.description}"),
+        )
+
+    def _approve(self, client: MetadataClient, events: list[AzureEvent]) -> None:
+        for event in events if self._approves else ():
+            is_due = self._identity(event) in self._settled
+            if not is_due or event.is_started or event.id in self._approved:
+                continue
+            self._approved.add(event.id)
+            if len(event.resources) != 1:
+                _log.info("event_not_approved", id=event.id, reason="it names other VMs, too")
+                continue
+            body = json.dumps({"StartRequests": [{"EventId": event.id}]}).encode()
+            try:
+                _checked(
+                    client.request(
+                        "POST", EVENTS_PATH, headers=_HEADERS, params=EVENTS_VERSION, body=body
+                    )
+                )
+            except MetadataUnavailable as error:
+                self._approved.discard(event.id)  # the next poll tries again
+                _log.warning("event_not_approved", id=event.id, reason=str(error))
+            else:
+                _log.info("event_approved", id=event.id)
+
+
+class AzureDeletionSource(AzureSource):
+    """``azure.deletion``: this VM is being deleted, as a Spot VM or by its scale set."""
+
+    name = "azure.deletion"
+    severity = Severity.IMMINENT
+
+    def kind_of(self, event: AzureEvent) -> str:
+        return _DELETIONS.get(event.type, "")
+
+
+class AzureScheduledSource(AzureSource):
+    """``azure.scheduled``: a reboot, a move to another host, or other maintenance."""
+
+    name = "azure.scheduled"
+    severity = Severity.SCHEDULED
+
+    def kind_of(self, event: AzureEvent) -> str:
+        if event.type in _DELETIONS or event.type == _FREEZE:
+            return ""
+        return _INTERRUPTIONS.get(event.type, "maintenance")
+
+
+def _get(client: MetadataClient, path: str, parameters: Mapping[str, str]) -> MetadataResponse:
+    return _checked(client.request("GET", path, headers=_HEADERS, params=parameters))
+
+
+def _checked(answer: MetadataResponse) -> MetadataResponse:
+    if answer.status != 200:
+        raise MetadataUnavailable(f"the metadata service returned HTTP {answer.status}")
+    return answer
