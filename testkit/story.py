@@ -53,7 +53,7 @@ from swansongd.core.events import (
     TrainerProgress,
     TrainerSealed,
 )
-from swansongd.core.state import Settings, StartState, State
+from swansongd.core.state import Evacuation, Flight, Settings, StartState, State
 from swansongd.host import gpu_record
 from swansongd.observe.facts import Fact, Observed
 from swansongd.observe.observer import Observation
@@ -141,6 +141,7 @@ class Story:
         newest: the newest commit of the run, of a start that no set here names.
         staged: sets in staging.
         recorded: starts of earlier lives of the daemon.
+        settings: other settings of the daemon.
     """
 
     def __init__(
@@ -153,9 +154,12 @@ class Story:
         recorded: Iterable[Start] = (),
         reserve_s: float = 5.0,
         signals_trainer: bool = False,
+        **settings: Any,
     ) -> None:
-        settings = Settings(reserve_s=reserve_s, signals_trainer=signals_trainer, vm="vm")
-        self.state = State(settings=settings, starts=StartState(known=tuple(recorded)))
+        configured = Settings(
+            reserve_s=reserve_s, signals_trainer=signals_trainer, vm="vm", **settings
+        )
+        self.state = State(settings=configured, starts=StartState(known=tuple(recorded)))
         self.tally = Tally()
         self.now = 1000.0
         self.actions: list[Action] = []
@@ -282,6 +286,7 @@ class Story:
         start_id: str = "a",
         nodes: int = 1,
         parent: Parent = UNKNOWN_PARENT,
+        takes_periodic: bool = False,
         takes_follow_ups: bool = False,
     ) -> list[Action]:
         pid = 100 + rank if pid is None else pid
@@ -298,6 +303,7 @@ class Story:
             start_id=start_id,
             parent=parent,
             nodes=nodes,
+            takes_periodic=takes_periodic,
             takes_follow_ups=takes_follow_ups,
             greeted_mono_s=self.now,
         )
@@ -321,6 +327,14 @@ class Story:
         self.scan()
         return staged
 
+    def commit(
+        self, step: int, nonce: str = "abc", *, after_s: float = 0.0, **facts: object
+    ) -> Staged:
+        """A set gets its sealed name, and is committed after any earlier ones."""
+        staged = self.seal(step, nonce, **facts)
+        self.store_all(after_s=after_s)
+        return staged
+
     def answer(self, step: int, nonce: str = "emg", connection: int = 1) -> Staged:
         """The trainer seals the requested set, and reports it."""
         trainer = next(t for t in self.state.ranks.trainers if t.connection == connection)
@@ -330,6 +344,14 @@ class Story:
         self.tell(event)
         self.scan()
         return staged
+
+    def serve(
+        self, step: int, nonce: str = "emg", *, connection: int = 1, after_s: float = 0.0
+    ) -> None:
+        """The trainer accepts the request at this step, and its set of the next step is committed."""
+        self.accept(step, connection)
+        self.answer(step + 1, nonce, connection)
+        self.store_all(after_s=after_s)
 
     def scan(
         self,
@@ -373,8 +395,7 @@ class Story:
                 return
 
     def flushed(self, *, after_s: float = 0.0) -> list[Action]:
-        flight = self.state.flush.flight
-        assert flight is not None, "nothing is in flight"
+        flight = self.flight
         self.now += after_s
         return self.tell(Flushed(flight.flush_id, shards_of(flight.staged, flight.flush_id)))
 
@@ -416,6 +437,18 @@ class Story:
         return found[-1]
 
     @property
+    def evacuation(self) -> Evacuation:
+        """The open evacuation; fails without one."""
+        assert self.state.evacuation is not None, "no evacuation is open"
+        return self.state.evacuation
+
+    @property
+    def flight(self) -> Flight:
+        """The flush in flight; fails without one."""
+        assert self.state.flush.flight is not None, "nothing is in flight"
+        return self.state.flush.flight
+
+    @property
     def request_id(self) -> str:
         return self.last(AskTrainers).request_id
 
@@ -429,3 +462,10 @@ class Story:
     def flushes(self) -> list[int]:
         """Steps of the sets whose flush was ordered, in order."""
         return [order.staged.id.step for order in self.all(StartFlush)]
+
+
+def joined(connection: int = 1, **rank: Any) -> Story:
+    """A story with one connected rank; the arguments are those of :meth:`Story.join`."""
+    story = Story()
+    story.join(connection, **rank)
+    return story

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum, StrEnum
 from functools import cached_property, total_ordering
-from math import inf
 from typing import Any
 
 from swansong.fields import PROCESS_PREFIX
@@ -551,8 +550,6 @@ class TrainerView(Measures):
     """The first step that it reported on this connection, or of its last start; -1 before."""
     is_connected: bool = True
     """False after the connection ended, while the process may still reconnect."""
-    left_mono_s: float = -inf
-    """When its connection ended, while it is not connected."""
     process_start: int = 0
     """Start of its process, in clock ticks since the boot; 0 if it could not be read."""
 

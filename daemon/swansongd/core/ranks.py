@@ -53,7 +53,7 @@ def record_left(transition: Transition, event: TrainerLeft) -> None:
         return
     left = [trainer for trainer in ranks.trainers if trainer is not gone]
     if not event.exited:
-        left.append(replace(gone, is_connected=False, left_mono_s=transition.now))
+        left.append(replace(gone, is_connected=False))
     _put(transition, left)
 
 

@@ -14,7 +14,6 @@ from swansongd.core.events import (
     Conclude,
     Exit,
     Mark,
-    RestoreAsked,
     SignalRefused,
     SignalSent,
     SignalTrainer,
@@ -23,7 +22,7 @@ from swansongd.core.lifecycle import ASG_SOURCE
 from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE
 from swansongd.observe.phase import Phase, phase_of
 
-from testkit.story import MIB, Story
+from testkit.story import MIB, Story, joined
 
 pytestmark = pytest.mark.fault("T17")
 
@@ -39,9 +38,7 @@ def test_a_trainer_that_connects_in_time_is_asked() -> None:
     story.join(step=-1)
     story.progress(0)
     assert phase_of(story.state) is Phase.CHECKPOINTING
-    story.accept(3)
-    story.answer(4)
-    story.store_all()
+    story.serve(3)
     assert story.verdicts == ["SAFE generation 2 step 4"]
 
 
@@ -65,9 +62,7 @@ def test_the_wait_ends_when_no_checkpoint_fits_any_more() -> None:
 def test_the_wait_leaves_the_time_that_a_checkpoint_takes() -> None:
     """By the size of the newest set and the measured bandwidth."""
     story = Story()
-    story.seal(5)
-    story.flushed(after_s=10)  # 100 MiB in 10 s
-    story.committed()
+    story.commit(5, after_s=10)  # 100 MiB in 10 s
     story.notice(in_s=60)
     story.scan()
     wait_s = arrival.wait_s(story.state, story.now)
@@ -139,8 +134,7 @@ def test_a_shutdown_ends_the_wait_of_an_earlier_notice() -> None:
 
 def test_a_shutdown_waits_for_a_trainer_that_reconnects() -> None:
     """Its process runs: the lock of the shutdown is held until it has saved."""
-    story = Story()
-    story.join(step=8)
+    story = joined(step=8)
     story.wait(RECONNECT_S)
     story.leave(exited=False)
     story.notice(in_s=30, source=HOST_SOURCE, severity=Severity.SHUTTING_DOWN)
@@ -148,17 +142,14 @@ def test_a_shutdown_waits_for_a_trainer_that_reconnects() -> None:
     story.wait(2)
     assert not story.all(Exit)
     story.join(2, step=9)
-    story.accept(9, 2)
-    story.answer(10, connection=2)
-    story.store_all()
+    story.serve(9, connection=2)
     assert story.verdicts == ["SAFE generation 2 step 10"]
     assert story.all(Exit)
 
 
 def test_a_restarted_daemon_waits_for_the_trainers_of_the_earlier_one() -> None:
     """It does not know them yet, and the hooks reconnect within seconds, also during a shutdown."""
-    before = Story()
-    before.join()
+    before = joined()
     story = before.restarted()
     story.notice(in_s=30, source=LOGIND_SOURCE, severity=Severity.SHUTTING_DOWN)
     story.scan()
@@ -166,31 +157,6 @@ def test_a_restarted_daemon_waits_for_the_trainers_of_the_earlier_one() -> None:
     assert not story.verdicts
     story.wait(1)
     assert story.verdicts == ["LOST None"]
-
-
-def test_a_trainer_that_still_restores_loses_nothing() -> None:
-    """It has begun no step: the next VM resumes from the same commit."""
-    story = Story(newest=CommitRef(1, 50))
-    story.join(step=-1)
-    story.tell(RestoreAsked("a"))
-    story.notice(in_s=30)
-    story.accept(-1)
-    story.scan()
-    story.wait(30)
-    assert story.verdicts == ["SAFE generation 1 step 50"]
-    assert "completed no step" in story.last(Conclude).reason
-
-
-def test_a_trainer_that_has_begun_may_have_lost_steps() -> None:
-    """The steps of its last second are not reported yet."""
-    story = Story(newest=CommitRef(1, 50))
-    story.join(step=-1)
-    story.progress(50)
-    story.notice(in_s=30)
-    story.accept(50)
-    story.scan()
-    story.wait(30)
-    assert story.verdicts == ["PARTIAL generation 1 step 50"]
 
 
 def test_a_signal_is_tried_until_the_trainer_is_ready_for_it() -> None:
@@ -206,24 +172,10 @@ def test_a_signal_is_tried_until_the_trainer_is_ready_for_it() -> None:
     requests = [action.request_id for action in story.all(SignalTrainer)]
     assert len(set(requests)) == len(requests) == 6
     story.tell(SignalSent(requests[-1], 55))
-    story.seal(9, framework="checkpoint-n")
-    story.store_all()
+    story.commit(9, framework="checkpoint-n")
     assert story.verdicts == ["SAFE generation 2 step 9"]
     phases = [mark.phase for mark in story.all(Mark)]
     assert (phases.count("signal"), phases.count("request_failed")) == (1, 1)
-
-
-def test_a_signal_that_is_refused_to_the_end_has_its_reason_in_the_verdict() -> None:
-    story = Story(signals_trainer=True)
-    story.process()
-    story.notice(in_s=20)
-    story.scan()
-    while not story.verdicts:
-        story.tell(SignalRefused(story.last(SignalTrainer).request_id, "no handler"))
-        story.wait(1)
-    assert story.verdicts == ["LOST None"]
-    assert "no handler" in story.last(Conclude).reason
-    assert story.last(Conclude).slack_s > 0
 
 
 def test_a_fenced_vm_and_a_precaution_wait_for_no_trainer() -> None:
@@ -239,10 +191,8 @@ def test_a_fenced_vm_and_a_precaution_wait_for_no_trainer() -> None:
 
 def test_a_restart_with_no_time_to_wait_is_not_safe_before_the_trainer_reports() -> None:
     """The trainer may be ahead of the newest commit, and reconnects after the verdict."""
-    before = Story()
-    before.join(step=220)
-    before.seal(220)
-    before.store_all()
+    before = joined(step=220)
+    before.commit(220)
     story = before.restarted()
     story.notice(2)
     story.scan()

@@ -8,7 +8,7 @@ from swansong_bucket.model import CheckpointKind, CommitRef, Severity
 from swansongd.core.events import AskTrainers, CommitManifest, Prune, RestoreAsked
 from swansongd.core.transition import LOGIND_SOURCE
 
-from testkit.story import Story, a_set
+from testkit.story import Story, a_set, joined
 
 pytestmark = pytest.mark.fault("T18")
 
@@ -17,8 +17,7 @@ START = "start-1"
 
 def finished(*, committed: bool = True, **facts: float) -> Story:
     """A trainer that has sealed the end of its run at step 9, and still waits for the commit."""
-    story = Story()
-    story.join(step=9, start_id=START)
+    story = joined(step=9, start_id=START)
     story.seal(9, "end", is_final=True, start_id=START, **facts)
     if committed:
         story.store_all()
@@ -27,12 +26,9 @@ def finished(*, committed: bool = True, **facts: float) -> Story:
 
 def test_the_end_is_committed_beside_a_checkpoint_of_its_step() -> None:
     """A periodic checkpoint of the last step does not mark the end, and its set is no longer needed."""
-    story = Story()
-    story.join(step=9, start_id=START)
-    periodic = story.seal(9, start_id=START)
-    story.store_all()
-    story.seal(9, "end", is_final=True, start_id=START)
-    story.store_all()
+    story = joined(step=9, start_id=START)
+    periodic = story.commit(9, start_id=START)
+    story.commit(9, "end", is_final=True, start_id=START)
     assert story.state.commits.last_complete == CommitRef(2, 9, is_final=True)
     assert story.last(CommitManifest).staged.kind is CheckpointKind.FINAL
     assert story.last(Prune).directories == (periodic.directory,)

@@ -46,7 +46,7 @@ from swansongd.core.schedule import INTERVAL_MIN_S
 from swansongd.observe.phase import is_follow_up_under_way, phase_of
 from swansongd.trainers.translate import view_of
 
-from testkit.story import MIB, Story, a_notice, a_set
+from testkit.story import MIB, Story, a_notice, a_set, joined
 
 TICK_S = 0.5
 STEP_S = 0.5
@@ -61,15 +61,19 @@ def marks(story: Story) -> list[str]:
     return [mark.phase for mark in story.all(Mark)]
 
 
-def safe(in_s: float = 120.0, *, source: str = "aws.spot", takes_follow_ups: bool = True) -> Story:
+def safe(
+    in_s: float = 120.0,
+    *,
+    source: str = "aws.spot",
+    takes_follow_ups: bool = True,
+    follow_ups: bool = True,
+) -> Story:
     """SAFE at step 42, one second after the notice; a save blocks for 0.1 s, and training continues."""
-    story = Story()
+    story = Story(follow_ups=follow_ups)
     story.join(step=40, takes_follow_ups=takes_follow_ups)
     report(story, 40)
     story.notice(in_s=in_s, source=source)
-    story.accept(41)
-    story.answer(42)
-    story.store_all(after_s=1.0)
+    story.serve(41, after_s=1.0)
     assert phase_of(story.state) is Verdict.SAFE
     return story
 
@@ -84,6 +88,16 @@ def report(story: Story, step: int, connection: int = 1, *, snapshot_s: float = 
         step_s=STEP_S,
     )
     story.tell(measured)
+
+
+def asked(in_s: float = 120.0) -> Story:
+    """SAFE at step 42; a follow-up is requested, and accepted at step 60."""
+    story = safe(in_s)
+    while not asks(story):
+        report(story, 60)
+        story.wait(TICK_S)
+    story.accept(60)
+    return story
 
 
 def train(story: Story, until_s: float, *, step: int = 50) -> int:
@@ -108,7 +122,7 @@ def train(story: Story, until_s: float, *, step: int = 50) -> int:
 def test_follow_ups_are_committed_until_no_more_fits() -> None:
     """Each one is reported with the verdict; at the deadline the last commit is a few seconds old."""
     story = safe()
-    deadline_mono_s = story.state.evacuation.deadline_mono_s  # type: ignore[union-attr]
+    deadline_mono_s = story.evacuation.deadline_mono_s
     last_step = train(story, deadline_mono_s)
     assert len(asks(story)) >= 3
     assert all(ask.is_urgent for ask in asks(story))
@@ -133,14 +147,14 @@ def test_training_on_a_failed_gpu_is_asked_for_no_follow_up() -> None:
         pci="0000:00:00", index=0, health=GpuHealth.DYING, reason="Xid 95", since_mono_s=story.now
     )
     story.tell(GpusRead((failed,)))
-    train(story, story.state.evacuation.deadline_mono_s)  # type: ignore[union-attr]
+    train(story, story.evacuation.deadline_mono_s)
     assert len(asks(story)) == asked
 
 
 def test_each_follow_up_is_compared_with_its_forecast() -> None:
     """Its conclusion has its own times, and the errors of the forecasts are learned from all of them."""
     story = safe()
-    train(story, story.state.evacuation.deadline_mono_s)  # type: ignore[union-attr]
+    train(story, story.evacuation.deadline_mono_s)
     first, *others = story.all(Conclude)
     assert first.took_s == 1.0
     assert [end.took_s for end in others] == [1.5] * len(asks(story))
@@ -152,13 +166,9 @@ def test_each_follow_up_is_compared_with_its_forecast() -> None:
 
 def test_the_phase_stays_safe_while_a_follow_up_is_under_way() -> None:
     """The state shows SAFE in each of its phases, and beside it that a follow-up is under way."""
-    story = safe()
-    assert not is_follow_up_under_way(story.state)
-    report(story, 60)
-    while not asks(story):
-        story.wait(TICK_S)
+    assert not is_follow_up_under_way(safe().state)
+    story = asked()
     assert is_follow_up_under_way(story.state)
-    story.accept(60)
     assert phase_of(story.state) is Verdict.SAFE
     story.answer(61)
     assert story.state.flush.flight is not None
@@ -174,11 +184,7 @@ def test_the_phase_stays_safe_while_a_follow_up_is_under_way() -> None:
 @pytest.mark.parametrize("end", ["declined", "process", "withdrawn", "job"])
 def test_a_follow_up_that_fails_changes_no_verdict(end: str) -> None:
     """Its rank declines, its rank dies, or the notice is withdrawn: SAFE stands, with its commit."""
-    story = safe()
-    report(story, 60)
-    while not asks(story):
-        story.wait(TICK_S)
-    story.accept(60)
+    story = asked()
     before, commit = story.verdicts, story.state.commits.last_complete
     if end == "declined":
         story.tell(TrainerFailed(1, story.request_id, "declined: no room"))
@@ -199,7 +205,7 @@ def test_a_follow_up_that_fails_changes_no_verdict(end: str) -> None:
 def test_after_a_failure_the_next_one_waits_and_the_last_one_comes() -> None:
     """A trainer that declines is asked again after an interval, not with every tick."""
     story = safe()
-    deadline_mono_s = story.state.evacuation.deadline_mono_s  # type: ignore[union-attr]
+    deadline_mono_s = story.evacuation.deadline_mono_s
     step = 60
     while story.now < deadline_mono_s:
         story.wait(TICK_S)
@@ -214,16 +220,10 @@ def test_after_a_failure_the_next_one_waits_and_the_last_one_comes() -> None:
 
 def test_the_flush_of_a_follow_up_stops_at_the_reserve() -> None:
     """The store becomes slow: data stops at the reserve, and the verdict stands."""
-    story = safe(in_s=60.0)
-    deadline_mono_s = story.state.evacuation.deadline_mono_s  # type: ignore[union-attr]
-    report(story, 60)
-    while not asks(story):
-        story.wait(TICK_S)
-        report(story, 60)
-    story.accept(60)
+    story = asked(in_s=60.0)
+    deadline_mono_s = story.evacuation.deadline_mono_s
     story.answer(61)
-    flight = story.state.flush.flight
-    assert flight is not None
+    flight = story.flight
     while story.now < deadline_mono_s - 1.0:
         story.wait(TICK_S)
         if story.state.flush.flight is not None:
@@ -237,8 +237,7 @@ def test_a_follow_up_can_improve_a_verdict() -> None:
     """The first request failed, so the verdict is PARTIAL; a follow-up makes it SAFE."""
     story = Story(newest=None)
     story.join(step=40, takes_follow_ups=True)
-    story.seal(30)
-    story.store_all()
+    story.commit(30)
     report(story, 40)
     story.notice()
     assert story.conclude(failure="no space left") == ["PARTIAL generation 2 step 30"]
@@ -257,6 +256,8 @@ class Follow(Enum):
 FOLLOWED = {
     "aws.spot": (Severity.IMMINENT, Follow.EARLY),
     "aws.scheduled": (Severity.SCHEDULED, Follow.EARLY),
+    "azure.deletion": (Severity.IMMINENT, Follow.EARLY),
+    "azure.scheduled": (Severity.SCHEDULED, Follow.EARLY),
     "gcp.preempted": (Severity.IMMINENT, Follow.EARLY),
     "gcp.stop": (Severity.IMMINENT, Follow.EARLY),
     "gcp.maintenance": (Severity.SCHEDULED, Follow.EARLY),
@@ -293,11 +294,7 @@ def sources_of_the_code() -> list[str]:
 
 def announced(source: str, severity: Severity) -> Story:
     """A VM with this notice, 100 s before its end, and its first commit."""
-    story = Story()
-    story.state = replace(
-        story.state,
-        settings=replace(story.state.settings, mtbf_s=1e9),
-    )
+    story = Story(mtbf_s=1e9)
     story.join(step=40, nodes=2 if source == "peer" else 1, takes_follow_ups=True)
     report(story, 40)
     if source == "peer":
@@ -305,9 +302,7 @@ def announced(source: str, severity: Severity) -> Story:
         serve_round(story, 42)
     else:
         story.notice(in_s=100.0, source=source, severity=severity)
-        story.accept(41)
-        story.answer(42)
-        story.store_all(after_s=1.0)
+        story.serve(41, after_s=1.0)
     return story
 
 
@@ -327,9 +322,7 @@ def test_follow_ups_after_the_notice_of_each_source(source: str) -> None:
             if source == "peer":
                 serve_round(story, step, nonce=f"f{step}")
             else:
-                story.accept(step)
-                story.answer(step + 1, nonce=f"f{step}")
-                story.store_all(after_s=0.5)
+                story.serve(step, f"f{step}", after_s=0.5)
             step += 1
     if follow is Follow.NONE:
         assert not started_mono_s
@@ -341,32 +334,21 @@ def test_follow_ups_after_the_notice_of_each_source(source: str) -> None:
         assert end_mono_s - started_mono_s[0] > 50.0
 
 
-def test_none_for_a_trainer_that_stops_after_its_save() -> None:
-    """Its hello lacks the capability."""
+@pytest.mark.parametrize(
+    "why", ["the trainer stops after its save", "switched off", "no step since the commit"]
+)
+def test_none_is_requested(why: str) -> None:
+    """The hello lacks the capability, ``trainer.follow_ups`` is false, or there is nothing to save."""
     hello = Hello(run="r", capabilities=["periodic", "follow_ups"])
-    assert view_of(1, 1, hello, greeted_mono_s=0.0).takes_follow_ups
-    story = safe(takes_follow_ups=False)
+    view = view_of(1, 1, hello, greeted_mono_s=0.0)
+    assert (view.takes_periodic, view.takes_follow_ups) == (True, True)
+    story = safe(
+        takes_follow_ups=why != "the trainer stops after its save",
+        follow_ups=why != "switched off",
+    )
     for step in range(60, 160):
-        report(story, step)
-        story.wait(1.0)
-    assert not asks(story)
-
-
-def test_none_when_switched_off() -> None:
-    """``trainer.follow_ups = false``."""
-    story = safe()
-    settings = replace(story.state.settings, follow_ups=False)
-    story.state = replace(story.state, settings=settings)
-    for step in range(60, 160):
-        report(story, step)
-        story.wait(1.0)
-    assert not asks(story)
-
-
-def test_none_while_training_does_not_move() -> None:
-    """A trainer without a step since the last commit has nothing to save."""
-    story = safe()
-    for _ in range(100):
+        if why != "no step since the commit":
+            report(story, step)
         story.wait(1.0)
     assert not asks(story)
 
@@ -376,8 +358,7 @@ def test_none_while_a_set_is_sent() -> None:
     story = safe()
     report(story, 60)
     story.seal(60, "own")
-    flight = story.state.flush.flight
-    assert flight is not None
+    flight = story.flight
     for step in range(60, 80):
         report(story, step)
         story.wait(1.0)
@@ -388,23 +369,6 @@ def test_none_while_a_set_is_sent() -> None:
     report(story, 100)
     story.wait(20.0)
     assert asks(story)
-
-
-def test_a_newer_set_waits_until_the_follow_up_is_committed() -> None:
-    """The set that answers is finished, although the trainer seals its own sets meanwhile."""
-    story = safe()
-    report(story, 60)
-    while not asks(story):
-        story.wait(TICK_S)
-    story.accept(60)
-    story.answer(61)
-    story.seal(65, "own")
-    story.wait(1.0)
-    assert story.state.flush.flight is not None
-    assert story.state.flush.flight.staged.id.step == 61
-    story.flushed()
-    story.committed()
-    assert story.verdicts[-1] == "SAFE generation 2 step 61"
 
 
 @pytest.mark.fault("T09")
@@ -425,7 +389,7 @@ def test_no_set_waits_for_an_answer_that_the_trainer_has_deleted() -> None:
 def test_a_distant_end_leaves_the_time_before_to_periodic_checkpoints() -> None:
     """With an hour left, no follow-up is requested before the end is near."""
     story = safe(in_s=3600.0, source="manual")
-    deadline_mono_s = story.state.evacuation.deadline_mono_s  # type: ignore[union-attr]
+    deadline_mono_s = story.evacuation.deadline_mono_s
     step = 50
     while story.now < deadline_mono_s - story.state.lead_s - 6.0:
         step += 10
@@ -439,21 +403,15 @@ def test_a_distant_end_leaves_the_time_before_to_periodic_checkpoints() -> None:
 
 def test_early_shards_of_a_follow_up_are_sent_during_the_save() -> None:
     """As for the first request: final files of the growing set are sent before it is sealed."""
-    story = safe()
-    report(story, 60)
-    while not asks(story):
-        story.wait(TICK_S)
-    story.accept(60)
+    story = asked()
     growing = a_set(61, "grow", request_id=story.request_id)
     story.scan(growing=(growing,))
-    assert story.state.flush.flight is not None
-    assert not story.state.flush.flight.is_sealed
+    assert not story.flight.is_sealed
 
 
 def test_the_earliest_end_of_any_vm_counts() -> None:
     """Rank 0 leads, and another VM ends before this one: each follow-up starts before that end."""
-    story = Story()
-    story.join(step=40, ranks=1, nodes=2, takes_follow_ups=True)
+    story = joined(step=40, ranks=1, nodes=2, takes_follow_ups=True)
     report(story, 40)
     story.notice(in_s=300.0)
     serve_round(story, 42)
@@ -487,14 +445,10 @@ def serve_round(story: Story, step: int, *, nonce: str = "r") -> None:
 
 def test_only_the_daemon_of_rank_0_leads_and_the_others_take_part() -> None:
     """A follow-up request of another VM is no new notice, and its set is committed."""
-    story = Story()
-    story.join(rank=1, step=40, ranks=1, nodes=2, takes_follow_ups=True)
+    story = joined(rank=1, step=40, ranks=1, nodes=2, takes_follow_ups=True)
     report(story, 40)
     story.tell(PeerRequested("peer-a", "gone", 110.0))
-    story.tell(TrainerAgreed(story.request_id, 42))
-    story.staging.append(a_set(42, request_id=story.request_id))
-    story.scan()
-    story.store_all()
+    serve_round(story, 42)
     assert story.verdicts == ["SAFE generation 2 step 42"]
     for step in range(43, 90):
         report(story, step)
@@ -594,14 +548,14 @@ def test_a_notice_that_is_withdrawn_between_two_follow_ups_ends_them() -> None:
     assert story.state.course.last_verdict.verdict is Verdict.SAFE
 
 
-def signalled() -> Story:
-    """SAFE at a signal, without hooks; the process runs on."""
+def signalled(*, save_s: float = 1.0, quality: DeadlineQuality = DeadlineQuality.STATED) -> Story:
+    """SAFE at a signal, without hooks, and after a save of this time; the process runs on."""
     story = Story(signals_trainer=True)
-    story.notice()
+    notice = a_notice("gcp.preempted", deadline_mono_s=story.now + 120.0)
+    story.tell(NoticeRaised(replace(notice, deadline_quality=quality)))
     story.tell(SignalSent(story.last(SignalTrainer).request_id, 77))
-    story.now += 1.0
-    story.seal(42, framework="dcp")
-    story.store_all(after_s=1.0)
+    story.now += save_s
+    story.commit(42, framework="dcp", after_s=1.0)
     assert phase_of(story.state) is Verdict.SAFE
     return story
 
@@ -616,46 +570,27 @@ def test_a_process_that_trains_on_after_its_signal_gets_another_one() -> None:
     assert second.request_id.startswith(f"{first.request_id}{FOLLOW_UP}")
     story.tell(SignalSent(second.request_id, 77))
     story.now += 1.0
-    story.seal(90, framework="dcp")
-    story.store_all()
+    story.commit(90, framework="dcp")
     assert story.verdicts[-1] == "SAFE generation 2 step 90"
 
 
 def test_a_process_is_signalled_again_only_10_s_after_its_save() -> None:
     """It may save at the signal and exit.  The end may come any second, so the schedule would not wait."""
-    story = Story(signals_trainer=True)
-    notice = a_notice("gcp.preempted", deadline_mono_s=story.now + 120.0)
-    story.tell(NoticeRaised(replace(notice, deadline_quality=DeadlineQuality.ASSUMED)))
-    story.tell(SignalSent(story.last(SignalTrainer).request_id, 77))
-    story.now += 0.1
-    story.seal(42, framework="dcp")
-    saved_mono_s = story.now
-    story.store_all(after_s=0.1)
-    assert phase_of(story.state) is Verdict.SAFE
+    story = signalled(save_s=0.1, quality=DeadlineQuality.ASSUMED)
+    saved_mono_s = story.now - 1.0
     while len(story.all(SignalTrainer)) < 2:
         story.wait(TICK_S)
         assert story.now < saved_mono_s + 60.0
     assert 10.0 <= story.now - saved_mono_s < 10.0 + 2 * TICK_S
 
 
-def test_a_process_that_ended_after_its_signal_gets_no_other() -> None:
-    """Many trainers save at the signal and exit."""
-    story = signalled()
-    story.tell(SignalledExited(story.last(SignalTrainer).request_id, 77))
+@pytest.mark.parametrize(("save_s", "ends"), [(1.0, True), (60.0, False)])
+def test_a_process_that_ends_or_saves_slowly_gets_no_other(save_s: float, *, ends: bool) -> None:
+    """Many trainers save at the signal and exit.  A save of 60 s costs more than it gains in 120 s."""
+    story = signalled(save_s=save_s)
+    if ends:
+        story.tell(SignalledExited(story.last(SignalTrainer).request_id, 77))
     for _ in range(118):
-        story.wait(1.0)
-    assert len(story.all(SignalTrainer)) == 1
-
-
-def test_a_process_whose_save_costs_more_than_it_gains_gets_no_other() -> None:
-    """The save took 60 s of a notice of 120 s."""
-    story = Story(signals_trainer=True)
-    story.notice()
-    story.tell(SignalSent(story.last(SignalTrainer).request_id, 77))
-    story.now += 60.0
-    story.seal(42, framework="dcp")
-    story.store_all(after_s=1.0)
-    for _ in range(58):
         story.wait(1.0)
     assert len(story.all(SignalTrainer)) == 1
 
@@ -664,14 +599,11 @@ def test_an_assumed_deadline_brings_follow_ups_closer_together() -> None:
     """Compute Engine may end the VM at any moment: the next one is due earlier than by a stated deadline."""
     waits_s = []
     for quality in (DeadlineQuality.STATED, DeadlineQuality.ASSUMED):
-        story = Story()
-        story.join(step=40, takes_follow_ups=True)
+        story = joined(step=40, takes_follow_ups=True)
         report(story, 40)
         notice = a_notice("gcp.preempted", deadline_mono_s=story.now + 120.0)
         story.tell(NoticeRaised(replace(notice, deadline_quality=quality)))
-        story.accept(41)
-        story.answer(42)
-        story.store_all(after_s=1.0)
+        story.serve(41, after_s=1.0)
         report(story, 60)
         waits_s.append(followup.wait_s(story.state, story.now))
     stated_s, assumed_s = waits_s
@@ -683,8 +615,7 @@ def test_an_assumed_deadline_brings_follow_ups_closer_together() -> None:
 def test_an_unknown_bandwidth_is_measured_by_an_early_follow_up() -> None:
     """After a restart of the daemon nothing is known of the store: the last moment cannot be computed."""
     story = safe()
-    evacuation = story.state.evacuation
-    assert evacuation is not None
+    evacuation = story.evacuation
     assert evacuation.request is not None
     unmeasured = replace(evacuation, request=replace(evacuation.request, took_s=None))
     story.state = replace(

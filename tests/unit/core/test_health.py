@@ -6,12 +6,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from swansong_bucket.model import CommitRef, Parent, Staged, is_healthy, merged_health
+from swansong_bucket.model import (
+    GPU_IS_SOUND,
+    CommitRef,
+    Parent,
+    Staged,
+    is_healthy,
+    merged_health,
+)
 from swansongd.core.events import (
     CancelFlush,
     ClaimGeneration,
     CommitManifest,
-    FenceFound,
     FlushFailed,
     Log,
     Prune,
@@ -20,7 +26,7 @@ from swansongd.core.events import (
     TrainerProgress,
 )
 
-from testkit.story import Story, a_set
+from testkit.story import Story, a_set, joined
 
 GOOD = {"loss": 1.0, "loss_is_finite": 1.0}
 BAD = {"loss_is_finite": 0.0}
@@ -37,12 +43,14 @@ def pruned(story: Story) -> set[str]:
     return {directory for order in story.all(Prune) for directory in order.directories}
 
 
-def test_one_rank_with_a_bad_loss_makes_the_set_unhealthy() -> None:
-    """Values are averaged over the ranks that report them; health is that of the worst rank."""
+def test_one_unhealthy_part_makes_the_set_unhealthy() -> None:
+    """Values are averaged over the ranks or VMs that report them; health is that of the worst one."""
     other = {"loss": 3.0, "loss_is_finite": 1.0, "accuracy": 0.5}
     assert merged_health([GOOD, other]) == {"loss": 2.0, "loss_is_finite": 1.0, "accuracy": 0.5}
     assert is_healthy(merged_health([GOOD, other]))
-    assert is_healthy(merged_health([GOOD, BAD])) is False
+    assert is_healthy({**GOOD, "loss_is_usual": 1.0})
+    for bad in (BAD, {**GOOD, "loss_is_usual": 0.0}, {GPU_IS_SOUND: 0.0}):
+        assert is_healthy(merged_health([GOOD, bad])) is False
     assert is_healthy(merged_health([{}, {}])) is None
     assert merged_health([]) == {}
 
@@ -52,8 +60,7 @@ def test_one_rank_with_a_bad_loss_makes_the_set_unhealthy() -> None:
 
 def test_the_newest_healthy_set_stays_while_newer_ones_are_unhealthy() -> None:
     """Unhealthy commits prune older sets except the newest healthy one; a healthy commit frees it."""
-    story = Story()
-    story.join(step=1)
+    story = joined(step=1)
     for step, health in ((10, GOOD), (20, GOOD), (30, BAD), (40, BAD)):
         seal(story, step, health)
         story.store_all()
@@ -64,33 +71,21 @@ def test_the_newest_healthy_set_stays_while_newer_ones_are_unhealthy() -> None:
     assert directories[20] in pruned(story)
 
 
-def test_a_healthy_set_is_committed_although_a_newer_unhealthy_one_is() -> None:
-    """The newest is sent first, and the healthy one after it; then no work is left."""
-    story = Story()
-    story.join(step=1)
-    story.staging = [replace(a_set(20), health=GOOD), replace(a_set(30), health=BAD)]
-    story.scan()
-    story.store_all()
-    assert [order.staged.id.step for order in story.all(CommitManifest)] == [30, 20]
-    assert story.state.commits.last == CommitRef(2, 30)
-    assert not story.state.uncommitted
-    assert not pruned(story)
-
-
 def test_a_healthy_set_is_retried_although_the_newer_one_is_committed() -> None:
     """A failure of the store in between does not make the healthy set dispensable."""
-    story = Story()
-    story.join(step=1)
+    story = joined(step=1)
     story.staging = [replace(a_set(20), health=GOOD), replace(a_set(30), health=BAD)]
     story.scan()
     story.flushed()
     story.committed()
     assert story.state.commits.last == CommitRef(2, 30)
-    assert story.state.flush.flight is not None
-    story.tell(FlushFailed(story.state.flush.flight.flush_id, "503", void=False))
+    story.tell(FlushFailed(story.flight.flush_id, "503", void=False))
     story.wait(60)
     story.store_all()
     assert [order.staged.id.step for order in story.all(CommitManifest)] == [30, 20]
+    assert story.state.commits.last == CommitRef(2, 30)
+    assert not story.state.uncommitted
+    assert not pruned(story)
 
 
 @pytest.mark.parametrize(
@@ -104,19 +99,12 @@ def test_a_bad_loss_is_logged_once_for_each_time_that_it_turns_bad(
     event: str, bad: dict[str, bool]
 ) -> None:
     """Not once a second."""
-    story = Story()
-    story.join(step=1)
+    story = joined(step=1)
     good = dict.fromkeys(bad, True)
     for facts in (good, bad, bad, good, bad):
         story.tell(TrainerProgress(1, 5, loss=1e10, **facts))
     events = [log.event for log in story.all(Log)]
     assert [each for each in events if each.startswith("loss_")] == [event, event]
-
-
-def test_an_unusual_loss_makes_a_checkpoint_unhealthy() -> None:
-    """Although it is finite; and one rank is enough."""
-    assert is_healthy({**GOOD, "loss_is_usual": 1.0})
-    assert is_healthy(merged_health([GOOD, {**GOOD, "loss_is_usual": 0.0}])) is False
 
 
 # ---------------------------------------------------------------- going back
@@ -139,8 +127,7 @@ def gone_back() -> Story:
 
 
 def seal_again(story: Story, step: int) -> None:
-    story.seal(step, "again", start_id="a~1")
-    story.store_all()
+    story.commit(step, "again", start_id="a~1")
 
 
 def test_a_rollback_is_a_start_with_a_generation_of_its_own(gone_back: Story) -> None:
@@ -170,8 +157,7 @@ def test_until_the_first_commit_the_discarded_state_is_the_newest(gone_back: Sto
 
 def test_a_notice_during_a_rollback_waits_for_the_claim() -> None:
     """The request is made immediately; the commit and the verdict follow the new generation."""
-    story = Story()
-    story.join(step=41)
+    story = joined(step=41)
     seal(story, 30, BAD)
     story.store_all()
     story.grants = False
@@ -184,11 +170,3 @@ def test_a_notice_during_a_rollback_waits_for_the_claim() -> None:
     story.grant("a~1")
     story.store_all()
     assert story.verdicts == ["SAFE generation 3 step 23"]
-
-
-def test_our_own_new_generation_does_not_fence_us(gone_back: Story) -> None:
-    """Only a newer one does."""
-    gone_back.tell(FenceFound(3))
-    assert gone_back.state.starts.fenced_by is None
-    gone_back.tell(FenceFound(4))
-    assert gone_back.state.starts.fenced_by == 4

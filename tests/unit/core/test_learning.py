@@ -15,7 +15,7 @@ from swansongd.core.planner import Measurements, PlanKind
 from swansongd.observe.phase import Phase, phase_of
 
 from testkit.paced import PacedVm, Physics
-from testkit.story import MIB, Story, a_set, shards_of
+from testkit.story import MIB, Story, a_set, joined, shards_of
 
 SMALL = Physics(size_bytes=32 * MIB, files=2, save_s=0.5, link_bytes_per_s=40 * MIB)
 LARGE = Physics(size_bytes=4096 * MIB, files=8, save_s=20.0, link_bytes_per_s=250 * MIB)
@@ -36,7 +36,7 @@ def test_forecasts_are_within_15_percent_in_nine_of_ten_evacuations(physics: Phy
         figures = vm.pace
         if generation > 1:
             errors.append(abs(took_s / expected_s - 1))
-            late += took_s > vm.state.evacuation.request.pessimistic_s  # type: ignore[operator,union-attr]
+            late += took_s > vm.evacuation.request.pessimistic_s  # type: ignore[operator,union-attr]
     assert sorted(errors)[int(0.9 * len(errors))] <= 0.15, errors
     assert late <= 2
 
@@ -66,24 +66,17 @@ def test_a_checkpoint_that_fits_only_with_the_overlap_is_taken() -> None:
     assert left_s < in_sum
     last = vm.staging[-1].id
     sealed = planner.Candidate(id=last, order=vm.state.order(last), bytes_left=0)
-    plan = planner.decide(
-        left_s=left_s,
-        reserve_s=3.0,
-        measured=vm.state.measured,
-        has_trainer=True,
-        candidates=[sealed],
-        is_committing=False,
-    )
-    assert (plan.kind, plan.fits) == (PlanKind.TAKE, True)
-    none = planner.decide(
-        left_s=took_s - 2.0,
-        reserve_s=3.0,
-        measured=vm.state.measured,
-        has_trainer=True,
-        candidates=[sealed],
-        is_committing=False,
-    )
-    assert none.kind is PlanKind.FLUSH, "a checkpoint that does not fit was started"
+    for seconds, kind in ((left_s, PlanKind.TAKE), (took_s - 2.0, PlanKind.FLUSH)):
+        plan = planner.decide(
+            left_s=seconds,
+            reserve_s=3.0,
+            measured=vm.state.measured,
+            has_trainer=True,
+            candidates=[sealed],
+            is_committing=False,
+        )
+        assert plan.kind is kind
+        assert plan.fits
 
 
 def test_the_forecast_and_the_outcome_are_reported_together() -> None:
@@ -103,20 +96,17 @@ def test_early_shards_in_the_buffers_of_the_kernel_do_not_make_the_link_appear_s
 
     The sealed set sends the other 70 MiB in 9 s.  That is not the pace of the link: 100 MiB take 10 s.
     """
-    story = Story()
-    story.join(step=40, save_s=1.0, save_bytes=100 * MIB)
+    story = joined(step=40, save_s=1.0, save_bytes=100 * MIB)
     story.notice()
     story.accept(41)
     growing = replace(a_set(42, "emg", request_id=story.request_id), directory="42.partial")
     file = growing.files[0]
     story.scan(growing=(replace(growing, files=(replace(file, size_bytes=30 * MIB),)),))
-    early = story.state.flush.flight
-    assert early is not None
+    early = story.flight
     story.now += 1.0
     story.tell(FlushProgress(early.flush_id, 0, 30 * MIB))
     story.answer(42)
-    sealed = story.state.flush.flight
-    assert sealed is not None
+    sealed = story.flight
     assert sealed.is_sealed
     story.now += 9.0
     story.tell(FlushProgress(sealed.flush_id, 100 * MIB, 70 * MIB))
@@ -128,12 +118,10 @@ def test_early_shards_in_the_buffers_of_the_kernel_do_not_make_the_link_appear_s
 
 def test_bytes_that_an_earlier_commit_has_are_not_planned() -> None:
     """A run with frozen weights: nine of ten bytes are referenced, not sent."""
-    story = Story()
-    story.join(step=1)
+    story = joined(step=1)
     for step in (1, 2):
         story.seal(step, f"n{step}")
-        flight = story.state.flush.flight
-        assert flight is not None
+        flight = story.flight
         story.now += 1.0
         story.tell(
             Flushed(
@@ -170,8 +158,7 @@ def test_the_first_own_sample_replaces_a_forged_figure() -> None:
     story.tell(PaceRead({"save_s": 86400.0, "send_s_per_byte": 1e-3, "commit_s": 60.0}))
     assert story.state.measured.save_s == 86400.0
     story.join(step=1, save_s=2.0)
-    story.seal(1)
-    story.store_all(after_s=4.0)
+    story.commit(1, after_s=4.0)
     made = story.state.forecast
     assert story.state.measured.save_s == 2.0
     assert made.expected_s == pytest.approx(6.0, abs=0.5)
@@ -202,11 +189,9 @@ def test_a_rebuilt_state_forgets_the_pace() -> None:
 
 def test_the_last_responses_do_not_lower_the_bandwidth() -> None:
     """Otherwise the next request would be given up: by the figures its set could not be sent in time."""
-    story = Story()
-    story.join(step=1)
+    story = joined(step=1)
     staged = story.seal(1)
-    flight = story.state.flush.flight
-    assert flight is not None
+    flight = story.flight
     size_bytes = staged.size_bytes
     for second in range(1, 11):
         story.wait(1.0)

@@ -46,7 +46,7 @@ from swansongd.core.events import (
 from swansongd.core.flight import RETRY_URGENT_S
 from swansongd.observe.phase import Phase, phase_of
 
-from testkit.story import MIB, Story, a_notice, a_set
+from testkit.story import MIB, Story, a_notice, a_set, joined
 
 WAITED_S = 116.0
 """After this part of a notice of 120 s not even the reserve is left: no trainer is awaited any more."""
@@ -54,8 +54,7 @@ WAITED_S = 116.0
 
 def test_notice_to_safe() -> None:
     """A notice leads through checkpoint, flush and commit to SAFE, and each phase shows."""
-    story = Story()
-    story.join(step=40)
+    story = joined(step=40)
     assert phase_of(story.state) is Phase.IDLE
     story.notice(in_s=120)
     assert phase_of(story.state) is Phase.CHECKPOINTING
@@ -71,34 +70,14 @@ def test_notice_to_safe() -> None:
     assert story.last(Conclude).slack_s == 117.0
 
 
-@pytest.mark.fault("N09")
-def test_the_same_notice_again_makes_no_second_request() -> None:
-    """However often a source shows a notice, there is one request and one verdict."""
-    story = Story()
-    story.join(step=40)
-    raised = story.notice()
-    for _ in range(5):
-        story.tell(NoticeRaised(raised))
-        story.wait(1)
-    assert len(story.all(AskTrainers)) == 1
-    story.accept(40)
-    story.answer(41)
-    story.store_all()
-    story.tell(NoticeRaised(raised))
-    assert story.verdicts == ["SAFE generation 2 step 41"]
-
-
 @pytest.mark.fault("N14")
 def test_an_advisory_notice_takes_one_more_checkpoint_without_urgency() -> None:
     """The daemon requests a checkpoint without urgency, concludes no verdict, and watches again."""
-    story = Story()
-    story.join(step=9)
+    story = joined(step=9)
     story.notice(source="aws.rebalance", severity=Severity.ADVISORY, in_s=3600)
     assert phase_of(story.state) is Phase.ARMED
     assert not story.last(AskTrainers).is_urgent
-    story.accept(9)
-    story.answer(10)
-    story.store_all()
+    story.serve(9)
     assert phase_of(story.state) is Phase.ARMED
     assert story.state.evacuation is None
     assert story.state.commits.last == CommitRef(2, 10)
@@ -112,8 +91,7 @@ def test_an_advisory_notice_takes_one_more_checkpoint_without_urgency() -> None:
 @pytest.mark.fault("N14")
 def test_a_storm_of_advisories_costs_one_checkpoint() -> None:
     """However many different advisories come, the daemon makes one request in ten minutes at most."""
-    story = Story()
-    story.join()
+    story = joined()
     for number in range(20):
         story.notice(
             source="aws.rebalance", severity=Severity.ADVISORY, in_s=3600, identity=f"r{number}"
@@ -129,48 +107,28 @@ def test_a_storm_of_advisories_costs_one_checkpoint() -> None:
 @pytest.mark.fault("N14")
 def test_an_imminent_notice_replaces_a_precaution() -> None:
     """The request of the precaution is withdrawn, and the urgent one replaces it."""
-    story = Story()
-    story.join(step=9)
+    story = joined(step=9)
     story.notice(source="aws.rebalance", severity=Severity.ADVISORY, in_s=3600)
     story.notice(source="aws.spot", in_s=120)
     assert story.last(WithdrawRequest)
     assert story.last(AskTrainers).is_urgent
-    story.accept(9)
-    story.answer(10)
-    story.store_all()
+    story.serve(9)
     assert story.verdicts == ["SAFE generation 2 step 10"]
 
 
 @pytest.mark.fault("N18")
-def test_a_scheduled_end_is_evacuated_when_it_is_near() -> None:
-    """An hour ahead it causes a precaution, two minutes ahead an evacuation."""
-    story = Story()
-    story.join(step=9)
+@pytest.mark.parametrize(("save_s", "lead_s"), [(None, 120), (200.0, 405)])
+def test_a_scheduled_end_is_evacuated_when_it_is_near(save_s: float | None, lead_s: int) -> None:
+    """The lead of the evacuation is two minutes, or twice the time of a save and the reserve."""
+    story = joined(step=9, save_s=save_s)
     story.notice(source="gcp.maintenance", severity=Severity.SCHEDULED, in_s=3600)
     assert not story.last(AskTrainers).is_urgent
-    story.accept(9)
-    story.answer(10)
-    story.store_all()
-    story.wait(3600 - 125)
+    story.serve(9)
+    story.join(connection=2, step=11, save_s=save_s)
+    story.wait(3600 - lead_s - 5)
     assert phase_of(story.state) is Phase.ARMED
     story.wait(10)
     assert phase_of(story.state) is Phase.CHECKPOINTING
-    assert story.last(AskTrainers).is_urgent
-
-
-@pytest.mark.fault("N18")
-def test_a_slow_save_begins_earlier() -> None:
-    """The lead of a scheduled end is twice the time of a save, if that is more."""
-    story = Story()
-    story.join(step=9, save_s=200.0)
-    story.notice(source="gcp.maintenance", severity=Severity.SCHEDULED, in_s=3600)
-    story.accept(9)
-    story.answer(10)
-    story.store_all()
-    story.join(connection=2, step=11, save_s=200.0)
-    story.wait(3600 - 410)
-    assert not story.last(AskTrainers).is_urgent
-    story.wait(10)
     assert story.last(AskTrainers).is_urgent
 
 
@@ -194,10 +152,9 @@ def test_a_derived_deadline_replaces_an_assumed_one_once() -> None:
             first, deadline_mono_s=began + 115, deadline_quality=DeadlineQuality.DERIVED
         )
         story.tell(NoticeRaised(learned))
-        assert story.state.evacuation is not None
-        assert story.state.evacuation.deadline_mono_s == began + expected_s
+        assert story.evacuation.deadline_mono_s == began + expected_s
         story.tell(NoticeRaised(replace(learned, deadline_mono_s=began + 500)))
-        assert story.state.evacuation.deadline_mono_s == began + expected_s
+        assert story.evacuation.deadline_mono_s == began + expected_s
 
 
 def test_a_derived_deadline_of_an_outlived_notice_moves_no_other_deadline() -> None:
@@ -217,30 +174,23 @@ def test_a_derived_deadline_of_an_outlived_notice_moves_no_other_deadline() -> N
     assert story.state.evacuation is None
     story.join(step=9)
     story.notice(source="gcp.upcoming", severity=Severity.ADVISORY, in_s=3600)
-    assert story.state.evacuation is not None
-    deadline_mono_s = story.state.evacuation.deadline_mono_s
+    deadline_mono_s = story.evacuation.deadline_mono_s
     learned = replace(
         first, deadline_mono_s=story.now + 80, deadline_quality=DeadlineQuality.DERIVED
     )
     story.tell(NoticeRaised(learned))
-    assert story.state.evacuation is not None
-    assert story.state.evacuation.deadline_mono_s == deadline_mono_s
+    assert story.evacuation.deadline_mono_s == deadline_mono_s
 
 
 def test_a_faster_save_does_not_withdraw_a_scheduled_evacuation() -> None:
     """It opened early because the last save was slow; a fast one shortens the lead afterwards."""
-    story = Story()
-    story.join(step=9, save_s=200)
+    story = joined(step=9, save_s=200)
     story.notice(source="deadline", severity=Severity.SCHEDULED, in_s=3600)
-    story.accept(9)
-    story.answer(10)  # the precaution; it took 2 s
-    story.store_all()
+    story.serve(9)
     story.tell(TrainerProgress(1, 11, save_s=200.0))
     story.wait(3600 - 400)
     assert story.state.evacuation is not None
-    story.accept(11)
-    story.answer(12)
-    story.store_all()
+    story.serve(11)
     assert story.verdicts == ["SAFE generation 2 step 12"]
     story.wait(60)
     assert len(story.verdicts) == 1
@@ -249,8 +199,7 @@ def test_a_faster_save_does_not_withdraw_a_scheduled_evacuation() -> None:
 
 def test_a_rank_that_joins_during_a_precaution_gets_no_urgent_request() -> None:
     """It reconnects while the precaution is in progress, and gets the same request as the others."""
-    story = Story()
-    story.join(step=9)
+    story = joined(step=9)
     story.notice(source="aws.rebalance", severity=Severity.ADVISORY, in_s=3600)
     story.leave(exited=False)
     story.join(2, step=9)
@@ -273,9 +222,7 @@ def test_a_vm_that_outlives_its_deadline_keeps_its_verdict() -> None:
     story = Story(reserve_s=5)
     story.join(step=9)
     story.notice(in_s=25)
-    story.accept(9)
-    story.answer(10)
-    story.store_all()
+    story.serve(9)
     story.wait(21)
     story.seal(20)
     assert story.flushes == [10], "the reserve is not for data"
@@ -287,21 +234,15 @@ def test_a_vm_that_outlives_its_deadline_keeps_its_verdict() -> None:
 
 def test_another_notice_after_the_verdict_is_evacuated() -> None:
     """A drill that ended SAFE does not hide a reclaim that comes after it."""
-    story = Story()
-    story.join(step=9)
+    story = joined(step=9)
     story.notice(source="manual", in_s=300)
-    story.accept(9)
-    story.answer(10)
-    story.store_all()
+    story.serve(9)
     story.progress(40)
     story.notice(source="aws.spot", in_s=120)
     assert len(story.all(AskTrainers)) == 2
-    story.accept(40)
-    story.answer(41, "two")
-    story.store_all()
+    story.serve(40, "two")
     assert story.verdicts == ["SAFE generation 2 step 10", "SAFE generation 2 step 41"]
-    assert story.state.evacuation is not None
-    assert story.state.evacuation.deadline_mono_s < story.now + 121
+    assert story.evacuation.deadline_mono_s < story.now + 121
 
 
 def test_the_answer_to_a_signal_is_an_emergency_checkpoint() -> None:
@@ -309,8 +250,7 @@ def test_the_answer_to_a_signal_is_an_emergency_checkpoint() -> None:
     story = Story(signals_trainer=True)
     story.seal(4, framework="checkpoint-n")
     story.notice()
-    story.seal(8, framework="checkpoint-n")
-    story.store_all()
+    story.commit(8, framework="checkpoint-n")
     kinds = {c.staged.id.step: c.staged.kind.value for c in story.all(CommitManifest)}
     assert kinds[8] == "emergency"
     found = [dict(log.facts) for log in story.all(Log) if log.event == "sealed_set_found"]
@@ -336,8 +276,7 @@ def test_a_signalled_save_is_measured() -> None:
 
 def test_a_withdrawn_notice_withdraws_the_request() -> None:
     """After the last notice the request is withdrawn too, and the flush in flight continues."""
-    story = Story()
-    story.join()
+    story = joined()
     story.seal(10)
     story.notice()
     assert [a.request_id for a in story.withdraw() if isinstance(a, WithdrawRequest)]
@@ -350,8 +289,7 @@ def test_a_withdrawn_notice_withdraws_the_request() -> None:
 
 def test_only_the_source_that_raised_a_notice_withdraws_it() -> None:
     """A withdrawal by another source has no effect."""
-    story = Story()
-    story.join()
+    story = joined()
     story.notice(source="aws.spot")
     story.withdraw("aws.rebalance")
     assert phase_of(story.state) is Phase.CHECKPOINTING
@@ -361,16 +299,14 @@ def test_only_the_source_that_raised_a_notice_withdraws_it() -> None:
 @pytest.mark.fault("N15")
 def test_two_sources_make_one_evacuation_with_the_earlier_deadline() -> None:
     """The earliest deadline of all sources counts, and the trainer gets one request."""
-    story = Story()
-    story.join()
+    story = joined()
     story.notice(in_s=120, source="aws.spot")
     story.notice(in_s=30, source="logind", severity=Severity.SHUTTING_DOWN)
-    assert story.state.evacuation is not None
-    assert story.state.evacuation.deadline_mono_s == story.now + 30
+    assert story.evacuation.deadline_mono_s == story.now + 30
     assert len(story.all(AskTrainers)) == 1
     story.withdraw("logind")
     assert story.state.evacuation is not None, "the other notice is still in force"
-    assert story.state.evacuation.deadline_mono_s == story.now + 30
+    assert story.evacuation.deadline_mono_s == story.now + 30
 
 
 def test_a_deadline_never_moves_later() -> None:
@@ -379,16 +315,14 @@ def test_a_deadline_never_moves_later() -> None:
     raised = story.notice(in_s=100, identity="one")
     first = raised.deadline_mono_s
     story.tell(NoticeRaised(a_notice(identity="one", deadline_mono_s=first + 50)))
-    assert story.state.evacuation is not None
-    assert story.state.evacuation.deadline_mono_s == first
+    assert story.evacuation.deadline_mono_s == first
     story.tell(NoticeRaised(a_notice(identity="one", deadline_mono_s=first - 50)))
-    assert story.state.evacuation.deadline_mono_s == first - 50
+    assert story.evacuation.deadline_mono_s == first - 50
 
 
 def test_a_notice_may_become_more_severe() -> None:
     """A notice that was advisory and is imminent now opens an evacuation, with the same identity."""
-    story = Story()
-    story.join()
+    story = joined()
     story.notice(in_s=60, identity="m", severity=Severity.ADVISORY)
     assert not story.last(AskTrainers).is_urgent
     story.notice(in_s=60, identity="m", severity=Severity.IMMINENT)
@@ -400,8 +334,7 @@ def test_the_most_severe_notice_names_the_evacuation() -> None:
     story = Story()
     story.notice(source="deadline", in_s=500, severity=Severity.SCHEDULED)
     story.notice(source="gcp.preempted", in_s=90, severity=Severity.IMMINENT)
-    assert story.state.evacuation is not None
-    assert story.state.evacuation.reason.startswith("gcp.preempted")
+    assert story.evacuation.reason.startswith("gcp.preempted")
 
 
 # ---------------------------------------------------------------------------- plans
@@ -423,9 +356,7 @@ def test_a_checkpoint_that_fits_later_is_requested_later() -> None:
     """A better measured bandwidth changes the plan."""
     story = Story(reserve_s=5)
     story.join(step=9, save_s=30.0, save_bytes=100 * MIB)
-    story.seal(7)
-    story.flushed(after_s=100)  # 1 MiB/s
-    story.committed()
+    story.commit(7, after_s=100)  # 1 MiB/s
     story.seal(8)
     story.notice(in_s=110)
     assert not story.all(AskTrainers)
@@ -452,8 +383,7 @@ def test_a_stored_set_is_only_committed() -> None:
     story.seal(10)
     story.flushed()
     story.notice()
-    assert story.state.evacuation is not None
-    assert story.state.evacuation.plan.kind.value == "COMMIT"
+    assert story.evacuation.plan.kind.value == "COMMIT"
     story.committed()
     assert story.flushes == [10]
     story.wait(WAITED_S)
@@ -462,44 +392,7 @@ def test_a_stored_set_is_only_committed() -> None:
     assert story.verdicts == ["PARTIAL generation 2 step 10"]
 
 
-def test_a_run_without_any_set_is_lost() -> None:
-    """With no connected trainer, no set and no commit, once no trainer can help any more."""
-    story = Story()
-    story.join()
-    story.leave()
-    story.notice()
-    story.scan()
-    assert not story.verdicts
-    story.wait(WAITED_S)
-    assert story.verdicts == ["LOST None"]
-
-
-def test_training_ahead_of_the_commit_is_partial() -> None:
-    """Without a new checkpoint the steps since the commit are lost, and the verdict reports it."""
-    story = Story()
-    story.join(save_s=60.0)
-    story.seal(10)
-    story.store_all()
-    story.progress(12)
-    story.notice(in_s=30)
-    assert story.conclude(failure="disk full") == ["PARTIAL generation 2 step 10"]
-    assert "disk full" in story.last(Conclude).reason
-
-
 # ---------------------------------------------------------------------------- flush
-
-
-def test_during_an_evacuation_the_newest_set_is_sent_first() -> None:
-    """The flush of an older set is replaced by that of a newer one that fits."""
-    story = Story()
-    story.seal(10)
-    story.join()
-    story.notice(in_s=120)
-    assert story.flushes == [10]
-    story.answer(11)
-    assert story.flushes == [10, 11]
-    story.store_all()
-    assert story.verdicts[0] == "SAFE generation 2 step 11"
 
 
 def test_without_a_notice_a_flush_is_finished() -> None:
@@ -525,9 +418,7 @@ def test_an_older_set_is_not_sent_during_the_commit_of_a_newer_one() -> None:
 def test_the_bandwidth_drops_during_a_flush() -> None:
     """A set that no longer fits is replaced by one that does, once."""
     story = Story(reserve_s=5)
-    story.seal(5, size_bytes=400 * MIB)
-    story.flushed(after_s=4)  # 100 MiB/s
-    story.committed()
+    story.commit(5, size_bytes=400 * MIB, after_s=4)  # 100 MiB/s
     story.staging += [a_set(10, size_bytes=100 * MIB), a_set(20, size_bytes=1000 * MIB)]
     story.notice(in_s=45)
     story.scan()
@@ -584,8 +475,7 @@ def test_a_pause_after_an_error_of_the_store_spares_the_reserve() -> None:
 def test_a_void_set_is_not_tried_again() -> None:
     """A set that changed during its flush is not flushed again; an older one replaces it."""
     story = Story(staged=[a_set(9), a_set(10)])
-    flight = story.state.flush.flight
-    assert flight is not None
+    flight = story.flight
     story.tell(FlushFailed(flight.flush_id, "changed", void=True))
     story.wait(100)
     assert story.flushes == [10, 9]
@@ -610,9 +500,7 @@ def test_a_set_that_disappears_after_the_notice_is_requested_again() -> None:
     assert story.verdicts == []
     story.wait(2.0)
     assert story.request_id.endswith(".again-1")
-    story.accept(12)
-    story.answer(13)
-    story.store_all()
+    story.serve(12)
     assert story.verdicts == ["SAFE generation 2 step 13"]
 
 
@@ -623,20 +511,18 @@ def test_retries_back_off_and_are_frequent_during_an_evacuation() -> None:
     story.seal(10)
     waits = []
     for _ in range(8):
-        flight = story.state.flush.flight
-        assert flight is not None
+        flight = story.flight
         story.tell(FlushFailed(flight.flush_id, "503", void=False))
         waits.append(story.state.flush.retry_mono_s - story.now)
         assert story.state.flush.flight is None
         story.now = story.state.flush.retry_mono_s
         story.tell(Tick())
     assert waits == [1, 2, 4, 8, 10, 10, 10, 10]
-    flight = story.state.flush.flight
-    assert flight is not None
+    flight = story.flight
     story.tell(FlushFailed(flight.flush_id, "503", void=False))
     story.notice()
     assert story.state.flush.flight is not None, "the backoff of earlier failures ends"
-    story.tell(FlushFailed(story.state.flush.flight.flush_id, "503", void=False))
+    story.tell(FlushFailed(story.flight.flush_id, "503", void=False))
     story.wait(RETRY_URGENT_S)
     assert story.state.flush.flight is not None
 
@@ -645,8 +531,7 @@ def test_late_events_of_a_replaced_flush_are_ignored() -> None:
     """Only events of the flush in flight count."""
     story = Story()
     story.seal(10)
-    old = story.state.flush.flight
-    assert old is not None
+    old = story.flight
     story.tell(FlushFailed(old.flush_id, "503", void=False))
     story.wait(60)
     story.tell(FlushFailed(old.flush_id, "changed", void=True))
@@ -681,8 +566,7 @@ def test_a_conflict_ends_that_set_only() -> None:
     story.commit_fails(conflict=True)
     story.wait(100)
     assert len(story.all(CommitManifest)) == 1
-    story.seal(11)
-    story.store_all()
+    story.commit(11)
     assert story.state.commits.last == CommitRef(2, 11)
 
 
@@ -702,8 +586,7 @@ def test_a_commit_without_a_reply_is_retried_without_data() -> None:
 
 def test_prune_deletes_only_older_sets_of_our_hooks() -> None:
     """Adopted sets belong to their framework; the committed set stays for a quick restore."""
-    story = Story()
-    story.join()
+    story = joined()
     for step in (8, 9, 11):
         story.staging.append(a_set(step))
     story.staging.append(a_set(7, framework="hf"))
@@ -717,8 +600,7 @@ def test_prune_deletes_only_older_sets_of_our_hooks() -> None:
 @pytest.mark.fault("G03")
 def test_a_fenced_daemon_ends() -> None:
     """When a newer generation exists, the daemon writes nothing more, informs the trainer and ends."""
-    story = Story()
-    story.join()
+    story = joined()
     story.seal(10)
     story.notice()
     actions = story.tell(FenceFound(7))
@@ -733,8 +615,7 @@ def test_a_fenced_daemon_ends() -> None:
 @pytest.mark.fault("G18")
 def test_another_vm_with_our_number_fences_as_a_newer_one_does() -> None:
     """An event about an earlier generation has no effect."""
-    story = Story()
-    story.join()
+    story = joined()
     own = story.state.generation
     assert own is not None
     story.tell(FenceFound(own))
@@ -762,8 +643,7 @@ def test_nothing_is_written_before_a_generation_is_claimed() -> None:
 @pytest.mark.fault("N17")
 def test_a_vm_that_outlives_its_deadline_watches_again() -> None:
     """The request is withdrawn; the same notice has no further effect, another one has."""
-    story = Story()
-    story.join(step=5)
+    story = joined(step=5)
     raised = story.notice(in_s=30, identity="a")
     story.wait(30)
     assert story.verdicts == ["LOST None"]
@@ -775,20 +655,6 @@ def test_a_vm_that_outlives_its_deadline_watches_again() -> None:
     assert phase_of(story.state) is Phase.IDLE
     story.notice(in_s=30, identity="b")
     assert phase_of(story.state) is Phase.CHECKPOINTING
-
-
-@pytest.mark.fault("N17")
-def test_a_notice_after_an_outlived_one_is_evacuated() -> None:
-    """After the deadline of a drill, a reclaim that is due later still gets its own evacuation."""
-    story = Story()
-    story.join(step=5)
-    story.notice(in_s=30, source="drill")
-    story.notice(in_s=300, source="aws.spot")
-    story.wait(30 + notices.OUTLIVED_S + 1)
-    story.wait(1)
-    assert story.state.evacuation is not None
-    assert story.state.evacuation.reason.startswith("aws.spot")
-    assert len({order.request_id for order in story.all(AskTrainers)}) == 2
 
 
 def test_a_withdrawn_notice_that_returns_counts_again() -> None:
@@ -805,8 +671,7 @@ def test_a_withdrawn_notice_that_returns_counts_again() -> None:
 @pytest.mark.fault("H03")
 def test_sigterm_of_a_host_shutdown_ends_with_the_verdict() -> None:
     """The daemon exits as soon as the verdict is known, and not before."""
-    story = Story()
-    story.join(step=4)
+    story = joined(step=4)
     story.notice(in_s=60, source=transition.HOST_SOURCE, severity=Severity.SHUTTING_DOWN)
     story.accept(4)
     story.answer(5)
@@ -820,12 +685,9 @@ def test_sigterm_of_a_host_shutdown_ends_with_the_verdict() -> None:
 @pytest.mark.fault("H03")
 def test_sigterm_after_the_verdict_ends_immediately() -> None:
     """The usual order on a reclaimed VM: notice, SAFE, host shutdown."""
-    story = Story()
-    story.join(step=4)
+    story = joined(step=4)
     story.notice(in_s=120)
-    story.accept(4)
-    story.answer(5)
-    story.store_all()
+    story.serve(4)
     assert story.verdicts == ["SAFE generation 2 step 5"]
     story.notice(in_s=60, source=transition.HOST_SOURCE, severity=Severity.SHUTTING_DOWN)
     assert story.all(Exit)
@@ -851,10 +713,8 @@ def test_no_verdict_before_the_first_scan() -> None:
 
 def test_the_time_runs_out() -> None:
     """At the deadline there is a verdict, and a better one if the commit succeeds later."""
-    story = Story()
-    story.join()
-    story.seal(10)
-    story.store_all()
+    story = joined()
+    story.commit(10)
     story.progress(20)
     story.seal(20)
     story.leave(is_goodbye=True)
@@ -870,8 +730,7 @@ def test_the_time_runs_out() -> None:
 @pytest.mark.fault("H02")
 def test_an_operator_stop_does_not_reach_the_trainer() -> None:
     """No request, no verdict: the process ends, and continues after a restart."""
-    story = Story()
-    story.join()
+    story = joined()
     story.seal(10)
     actions = story.tell(StopRequested("restart"))
     assert [type(a).__name__ for a in actions] == ["Exit"]
@@ -882,8 +741,7 @@ def test_an_operator_stop_does_not_reach_the_trainer() -> None:
 @pytest.mark.fault("N01", "N02")
 def test_the_health_of_a_source_is_logged_and_opens_no_evacuation() -> None:
     """A blind source is logged as a warning."""
-    story = Story()
-    story.join()
+    story = joined()
     status = SourceStatus(source="aws.spot", health=Health.BLIND, reason="x", since_mono_s=1.0)
     (line,) = story.tell(SourceChanged(status))
     assert isinstance(line, Log)
@@ -892,24 +750,9 @@ def test_the_health_of_a_source_is_logged_and_opens_no_evacuation() -> None:
     assert phase_of(story.state) is Phase.IDLE
 
 
-@pytest.mark.fault("T15", "T16")
-def test_a_trainer_may_continue_or_end_after_sealing() -> None:
-    """It may continue, seal more sets or end: the flush continues, and its set is committed."""
-    story = Story()
-    story.join(step=4)
-    story.notice(in_s=60)
-    story.accept(4)
-    story.answer(5)
-    story.leave()
-    assert story.state.flush.flight is not None
-    story.store_all()
-    assert story.verdicts == ["SAFE generation 2 step 5"]
-
-
 def test_a_report_of_sealing_counts_after_the_scan() -> None:
     """A report alone neither ends the wait nor starts a flush."""
-    story = Story()
-    story.join(step=4)
+    story = joined(step=4)
     story.notice()
     story.accept(4)
     story.tell(TrainerSealed(1, story.request_id, 5, 1.0, 10))
@@ -920,8 +763,7 @@ def test_a_report_of_sealing_counts_after_the_scan() -> None:
 @pytest.mark.fault("T16")
 def test_newer_sets_wait_until_the_answer_is_safe() -> None:
     """A trainer that continues does not delay its emergency checkpoint, nor change the verdict."""
-    story = Story()
-    story.join(step=4)
+    story = joined(step=4)
     story.notice(in_s=60)
     story.accept(4)
     story.answer(5)
@@ -934,14 +776,3 @@ def test_newer_sets_wait_until_the_answer_is_safe() -> None:
     assert story.flushes == [5, 6], "afterwards there may be time for more"
     story.wait(60)
     assert story.verdicts == ["SAFE generation 2 step 5"], "SAFE stays SAFE"
-
-
-def test_a_second_evacuation_for_a_notice_makes_a_new_request() -> None:
-    """Otherwise the old set that answered the first request would answer the second."""
-    story = Story()
-    story.join(step=4)
-    story.notice(source="gcp.preempted")
-    first = story.request_id
-    story.withdraw("gcp.preempted")
-    story.notice(source="gcp.preempted")
-    assert story.request_id != first

@@ -40,7 +40,7 @@ from swansongd.observe.report import status_line
 from swansongd.observe.status import from_json, to_json
 from swansongd.trainers import translate
 
-from testkit.story import Story, a_set
+from testkit.story import Story, a_set, joined
 
 # ---------------------------------------------------------------- whatever is said
 
@@ -152,13 +152,13 @@ def happen(story: Story, what: str, *facts: Any) -> None:  # noqa: PLR0915 - one
         case "wait", seconds:
             story.wait(seconds)
         case ("store",):
-            if story.state.flush.flight is not None and story.state.flush.flight.is_sealed:
+            if story.state.flush.flight is not None and story.flight.is_sealed:
                 story.flushed()
             if any(item.is_asked for item in story.state.commits.stored):
                 story.committed()
         case "send", sent_bytes:
             if story.state.flush.flight is not None:
-                story.tell(FlushProgress(story.state.flush.flight.flush_id, sent_bytes, sent_bytes))
+                story.tell(FlushProgress(story.flight.flush_id, sent_bytes, sent_bytes))
         case ("fail",):
             if any(item.is_asked for item in story.state.commits.stored):
                 story.commit_fails()
@@ -232,10 +232,7 @@ def test_the_report_of_many_trainers_fits_into_a_message() -> None:
 def node(nodes: int = 2) -> Story:
     """One VM of a job over several VMs."""
     story = Story(signals_trainer=True)
-    view = TrainerView(
-        connection=1, pid=100, rank=0, world_size=nodes, local_world_size=1, nodes=nodes, step=7
-    )
-    story.tell(TrainerJoined(view))
+    story.join(nodes=nodes, step=7, start_id="")
     return story
 
 
@@ -280,12 +277,10 @@ def test_a_repeated_request_of_another_vm_does_not_move_the_deadline() -> None:
     """Each rank reports it, and again after each reconnect; none of that moves the deadline."""
     story = node()
     story.tell(PeerRequested("theirs", "aws.spot: reclaim", 100.0))
-    evacuation = story.state.evacuation
-    assert evacuation is not None
+    evacuation = story.evacuation
     for left_s in (90.0, 50.0, 1.0, 0.0):
         story.tell(PeerRequested("theirs", "aws.spot: reclaim", left_s))
-    assert story.state.evacuation is not None
-    assert story.state.evacuation.deadline_mono_s == evacuation.deadline_mono_s
+    assert story.evacuation.deadline_mono_s == evacuation.deadline_mono_s
     assert len(story.all(AskTrainers)) == 1
 
 
@@ -296,13 +291,11 @@ def test_without_another_vm_a_peer_request_is_ignored(nodes: int) -> None:
     story = node(nodes)
     story.tell(PeerRequested("forged", "made up", 30.0))
     assert bool(story.all(AskTrainers)) is (nodes == 2)
-    alone = Story()
-    alone.join()
+    alone = joined()
     alone.notice(60.0)
     alone.tell(TrainerAgreed(alone.request_id, 12345))
-    assert alone.state.evacuation is not None
-    assert alone.state.evacuation.request is not None
-    assert alone.state.evacuation.request.target is None
+    assert alone.evacuation.request is not None
+    assert alone.evacuation.request.target is None
 
 
 @pytest.mark.fault("S19")
@@ -313,9 +306,7 @@ def test_a_forged_notice_costs_one_checkpoint_and_training_continues() -> None:
     for _ in range(100):  # at each poll
         story.notice(60.0, identity="forged")
     assert len(story.all(AskTrainers)) == 1
-    story.accept(7)
-    story.answer(8)
-    story.store_all()
+    story.serve(7)
     story.wait(120.0)
     story.wait(1.0)
     assert story.verdicts == ["SAFE generation 2 step 8"]
@@ -352,9 +343,7 @@ def test_a_rebuilt_state_evacuates_again_with_the_same_request() -> None:
     assert story.state.generation == 2
     story.scan()
     assert [action.request_id for action in story.all(AskTrainers)] == [request_id] * 2
-    story.accept(7)
-    story.answer(8)
-    story.store_all()
+    story.serve(7)
     assert story.verdicts[-1].startswith("SAFE")
     assert not story.all(Prune) or story.state.commits.last_complete is not None
     flush_ids = [action.flush_id for action in story.all(StartFlush)]

@@ -65,9 +65,7 @@ class Node(Story):
     def __init__(
         self, *, staged: tuple[Staged, ...] = (), recorded: tuple[Start, ...] = ()
     ) -> None:
-        super().__init__(claimed=False, generation=3, staged=staged, recorded=recorded)
-        self.scan()
-        self.tell(RunRead(None))
+        super().__init__(generation=3, staged=staged, recorded=recorded)
 
     def begin(self, start_id: str = "first", *, step: int = 7) -> None:
         """A trainer connects and reports its start, whose claim the VMs share."""
@@ -89,6 +87,11 @@ class Node(Story):
         self.staging.append(a_set(step, request_id=request_id, start_id=start_id, nodes=2))
         self.scan()
 
+    def agree(self, step: int) -> None:
+        """The ranks of all VMs agree on this step for the newest request, and seal their parts."""
+        self.tell(TrainerAgreed(self.request_id, step))
+        self.seal_part(step, self.request_id)
+
     def counted(self, ref: CommitRef, committed: int) -> None:
         """The store lists the parts of this number of VMs."""
         self.tell(PartsCounted(ref, committed, ref if committed == 2 else None))
@@ -102,12 +105,23 @@ class Node(Story):
         self.flushed()
         return self.committed_ref()
 
+    def complete(self) -> None:
+        """This VM's part is stored, and so is that of the other VM."""
+        self.counted(self.commit_own_part(), 2)
+
     def committed_ref(self) -> CommitRef:
         """The manifest of this VM's part is written."""
         order = self.last(CommitManifest)
         ref = CommitRef(order.generation, order.staged.id.step)
         self.tell(CommitDone(order.flush_id, ref))
         return ref
+
+
+def started() -> Node:
+    """The start of the job has its generation."""
+    node = Node()
+    node.begin()
+    return node
 
 
 def test_nothing_is_claimed_before_the_ranks_report_their_start() -> None:
@@ -122,8 +136,7 @@ def test_nothing_is_claimed_before_the_ranks_report_their_start() -> None:
 
 def test_a_fence_between_two_starts_does_not_end_the_daemon() -> None:
     """Another VM may join the next start first: the daemon stops writing, and waits for its ranks."""
-    node = Node()
-    node.begin()
+    node = started()
     node.seal_part(10)
     node.tell(FenceFound(4))
     assert not node.all(Exit)
@@ -165,8 +178,7 @@ def test_a_claim_that_is_confirmed_late_ends_no_newer_fence() -> None:
 @pytest.mark.fault("N09")
 def test_a_request_of_another_vm_is_as_urgent_as_our_own() -> None:
     """It has the id that the ranks know, an urgent flush and a verdict; repeated, it is one notice."""
-    node = Node()
-    node.begin()
+    node = started()
     for _ in range(2):
         node.tell(PeerRequested("theirs", "aws.spot: reclaim", 30.0))
     (asked,) = node.all(AskTrainers)
@@ -176,24 +188,21 @@ def test_a_request_of_another_vm_is_as_urgent_as_our_own() -> None:
     assert not node.all(SendTarget)
     node.seal_part(9, request_id="theirs")
     assert node.flushes == [9]
-    node.counted(node.commit_own_part(), 2)
+    node.complete()
     assert node.final == ["SAFE generation 3 step 9"]
 
 
 def test_a_request_of_another_vm_that_outlasts_our_notice_is_made_again_with_our_id() -> None:
     """The ranks would repeat their answer to its own id, and its verdict would be followed by a worse one."""
-    node = Node()
-    node.begin()
+    node = started()
     node.tell(PeerRequested("theirs", "aws.spot: reclaim", 100.0))
-    node.tell(TrainerAgreed("theirs", 9))
-    node.seal_part(9, request_id="theirs")
-    node.counted(node.commit_own_part(), 2)
+    node.agree(9)
+    node.complete()
     node.notice(in_s=8)
     for _ in range(30):
         node.wait(1)
     ids = [ask.request_id for ask in node.all(AskTrainers)]
-    assert node.state.evacuation is not None
-    assert node.state.evacuation.verdict is None
+    assert node.evacuation.verdict is None
     assert len(set(ids)) == len(ids)
 
 
@@ -201,11 +210,9 @@ def test_a_request_of_another_vm_that_outlasts_our_notice_is_made_again_with_our
 @pytest.mark.parametrize("is_restarted", [False, True])
 def test_a_checkpoint_with_a_failed_gpu_of_another_vm_is_not_safe(*, is_restarted: bool) -> None:
     """The GPUs of this VM work; the manifest of the other VM has the mark."""
-    node = Node()
-    node.begin()
+    node = started()
     raised = node.notice()
-    node.tell(TrainerAgreed(node.request_id, 9))
-    node.seal_part(9, request_id=node.request_id)
+    node.agree(9)
     ref = node.commit_own_part()
     if is_restarted:
         generation = ref.generation
@@ -222,8 +229,7 @@ def test_a_checkpoint_with_a_failed_gpu_of_another_vm_is_not_safe(*, is_restarte
 
 def test_our_own_request_from_another_rank_is_not_a_notice() -> None:
     """Another rank of this VM may report it first."""
-    node = Node()
-    node.begin()
+    node = started()
     raised = node.notice()
     node.tell(PeerRequested(node.request_id, "the same", 60.0))
     assert set(node.state.notices.live) == {raised.source}
@@ -231,12 +237,10 @@ def test_our_own_request_from_another_rank_is_not_a_notice() -> None:
 
 def test_the_deadline_of_another_vm_does_not_replace_ours() -> None:
     """While this VM has a deadline, that one counts."""
-    node = Node()
-    node.begin()
+    node = started()
     raised = node.notice(in_s=120)
     node.tell(PeerRequested("theirs", "sooner", 20.0))
-    assert node.state.evacuation is not None
-    assert node.state.evacuation.deadline_mono_s == raised.deadline_mono_s
+    assert node.evacuation.deadline_mono_s == raised.deadline_mono_s
 
 
 def test_identical_notices_on_two_vms_have_different_request_ids() -> None:
@@ -249,8 +253,7 @@ def test_identical_notices_on_two_vms_have_different_request_ids() -> None:
 @pytest.mark.fault("T04", "T12")
 def test_the_ranks_of_all_vms_agree_among_themselves_in_bounded_time() -> None:
     """The daemon sends no target, and the request fails after twice their time."""
-    node = Node()
-    node.begin()
+    node = started()
     node.notice(in_s=60)
     node.accept(7)
     node.wait(9.9)
@@ -263,8 +266,7 @@ def test_the_ranks_of_all_vms_agree_among_themselves_in_bounded_time() -> None:
 @pytest.mark.fault("T12", "T04")
 def test_a_failed_request_is_repeated_while_a_checkpoint_fits() -> None:
     """One rank hung for a moment: the next request has another id, and its checkpoint is the answer."""
-    node = Node()
-    node.begin()
+    node = started()
     node.notice(in_s=60)
     first = node.request_id
     node.tell(TrainerFailed(1, first, "declined: rank 0 waited 4.0 s"))
@@ -276,19 +278,17 @@ def test_a_failed_request_is_repeated_while_a_checkpoint_fits() -> None:
     assert node.request_id not in ("", first)
     node.tell(PeerRequested(node.request_id, "the same", 50.0))
     assert "peer" not in node.state.notices.live, "another rank reports our own request"
-    node.tell(TrainerAgreed(node.request_id, 9))
-    node.seal_part(9, request_id=node.request_id)
-    node.counted(node.commit_own_part(), 2)
+    node.agree(9)
+    node.complete()
     assert node.final == ["SAFE generation 3 step 9"]
 
 
 def test_requests_that_all_fail_end_with_the_reason_of_the_last() -> None:
     """Each has another id, the pauses grow, and no request is made that would not fit."""
-    node = Node()
-    node.begin()
+    node = started()
     node.notice(in_s=100)
     for _ in range(1200):
-        if node.state.evacuation is not None and node.state.evacuation.request.is_waiting:
+        if node.state.evacuation is not None and node.evacuation.request.is_waiting:
             node.tell(TrainerFailed(1, node.request_id, "declined: rank 0 waited 4.0 s"))
         node.scan()
         node.wait(0.1)
@@ -300,8 +300,7 @@ def test_requests_that_all_fail_end_with_the_reason_of_the_last() -> None:
 
 def test_only_the_vm_with_the_notice_repeats_its_request() -> None:
     """Its repeated request is not a second notice on the other VMs."""
-    node = Node()
-    node.begin()
+    node = started()
     node.tell(PeerRequested("theirs", "aws.spot: reclaim", 60.0))
     node.tell(TrainerFailed(1, "theirs", "declined: rank 0 waited 4.0 s"))
     node.scan()
@@ -314,45 +313,40 @@ def test_only_the_vm_with_the_notice_repeats_its_request() -> None:
 @pytest.mark.fault("T12")
 def test_a_newer_whole_checkpoint_improves_the_commit_and_not_the_word() -> None:
     """The verdict is announced again, and stays PARTIAL: no rank has stated its step."""
-    node = Node()
-    node.begin()
+    node = started()
     node.seal_part(5)
-    node.counted(node.commit_own_part(), 2)
+    node.complete()
     node.tell(PeerRequested("theirs", "aws.spot: reclaim", 60.0))
     node.tell(TrainerFailed(1, "theirs", "declined: rank 0 waited 4.0 s"))
     node.scan()
     node.seal_part(7)  # begun before the notice: the job may be beyond step 7
-    node.counted(node.commit_own_part(), 2)
+    node.complete()
     assert node.final == ["PARTIAL generation 3 step 5", "PARTIAL generation 3 step 7"]
 
 
 def test_a_job_start_during_an_evacuation_gets_a_request() -> None:
     """The ranks of the new start do not know the earlier request."""
-    node = Node()
-    node.begin()
+    node = started()
     node.notice(in_s=100)
     first = node.request_id
     node.begin_again()
     node.wait(0.1)
     assert node.request_id != first
-    node.tell(TrainerAgreed(node.request_id, 9))
-    node.seal_part(9, request_id=node.request_id)
-    node.counted(node.commit_own_part(), 2)
+    node.agree(9)
+    node.complete()
     assert node.final == ["SAFE generation 4 step 9"]
 
 
 @pytest.mark.fault("G17")
 def test_safe_means_the_whole_checkpoint() -> None:
     """With this VM's part alone, nothing is safe, pruned, reported or used as a parent."""
-    node = Node()
-    node.begin()
+    node = started()
     node.seal_part(5)
     first = node.commit_own_part()
     node.counted(first, 2)
     assert [tell.ref.step for tell in node.all(TellCommitted)] == [5]
     node.notice(in_s=60)
-    node.tell(TrainerAgreed(node.request_id, 9))
-    node.seal_part(9, request_id=node.request_id)
+    node.agree(9)
     node.flushed()
     order = node.last(CommitManifest)
     assert order.parent == first
@@ -385,16 +379,14 @@ def test_safe_means_the_whole_checkpoint() -> None:
 @pytest.mark.parametrize(("whole_before", "word"), [(True, "PARTIAL"), (False, "LOST")])
 def test_a_part_alone_is_not_safe_at_the_deadline(whole_before: bool, word: str) -> None:
     """The verdict has the older whole commit and the part; it improves if the other parts arrive late."""
-    node = Node()
-    node.begin()
+    node = started()
     stands = None
     if whole_before:
         node.seal_part(5)
         stands = node.commit_own_part()
         node.counted(stands, 2)
     node.notice(in_s=60)
-    node.tell(TrainerAgreed(node.request_id, 9))
-    node.seal_part(9, request_id=node.request_id)
+    node.agree(9)
     ref = node.commit_own_part()
     # The power may be cut before the deadline: one farewell with the facts so far is written immediately.
     (early,) = node.all(Conclude)
@@ -414,11 +406,9 @@ def test_a_part_alone_is_not_safe_at_the_deadline(whole_before: bool, word: str)
 
 def test_a_set_sealed_meanwhile_does_not_wait_for_the_other_vms() -> None:
     """Training continues after the save: later sets are flushed while the other VMs are slow."""
-    node = Node()
-    node.begin()
+    node = started()
     node.notice(in_s=60)
-    node.tell(TrainerAgreed(node.request_id, 9))
-    node.seal_part(9, request_id=node.request_id)
+    node.agree(9)
     node.commit_own_part()
     node.seal_part(12)
     assert node.flushes == [9, 12]
@@ -427,8 +417,7 @@ def test_a_set_sealed_meanwhile_does_not_wait_for_the_other_vms() -> None:
 @pytest.mark.fault("G17", "O03")
 def test_an_older_checkpoint_becomes_whole_after_many_newer_parts() -> None:
     """A slower VM may skip sets: each part since the last whole checkpoint may be the one that it has too."""
-    node = Node()
-    node.begin()
+    node = started()
     refs = []
     for step in range(5, 105, 5):
         node.seal_part(step)
@@ -446,36 +435,18 @@ def test_an_older_checkpoint_becomes_whole_after_many_newer_parts() -> None:
 @pytest.mark.fault("G17")
 def test_a_part_of_an_earlier_start_of_the_job_is_never_safe() -> None:
     """The ranks belong to another start: its generation counts, and the old part does not."""
-    node = Node()
-    node.begin()
+    node = started()
     node.notice(in_s=60)
-    node.tell(TrainerAgreed(node.request_id, 9))
-    node.seal_part(9, request_id=node.request_id)
+    node.agree(9)
     node.commit_own_part()
     node.tell(FenceFound(4))
     node.wait(61)
     assert node.final == ["LOST None"]
 
 
-@pytest.mark.fault("G17")
-def test_a_part_alone_is_lost_at_the_deadline() -> None:
-    """Only this VM has committed, and its newer set fails: the verdict is LOST."""
-    node = Node()
-    node.begin()
-    node.seal_part(5)
-    node.commit_own_part()
-    node.notice(in_s=60)
-    node.tell(TrainerFailed(1, node.request_id, "no"))
-    node.scan()
-    node.wait(61)
-    assert node.last(Conclude).verdict.value == "LOST"
-    assert node.last(Conclude).commit is None
-
-
 def test_looks_for_the_parts_of_other_vms_back_off() -> None:
     """They may never arrive; the cost is one listing every half minute."""
-    node = Node()
-    node.begin()
+    node = started()
     node.seal_part(5)
     ref = node.commit_own_part()
     node.counted(ref, 1)
@@ -487,11 +458,9 @@ def test_looks_for_the_parts_of_other_vms_back_off() -> None:
 
 def test_looks_for_parts_do_not_overlap() -> None:
     """A store that does not respond gets one request; a manifest that is due does not queue behind a look."""
-    node = Node()
-    node.begin()
+    node = started()
     node.notice(in_s=60)
-    node.tell(TrainerAgreed(node.request_id, 9))
-    node.seal_part(9, request_id=node.request_id)
+    node.agree(9)
     ref = node.commit_own_part()
     for _ in range(20):
         node.wait(0.3)
@@ -516,11 +485,9 @@ def finished(node: Node) -> list[str]:
 @pytest.mark.fault("N09", "G17")
 def test_sealed_sets_are_committed_before_another_start_begins() -> None:
     """The other VM has committed its part and ended: this part is flushed, committed and found whole."""
-    node = Node()
-    node.begin()
+    node = started()
     node.tell(PeerRequested("theirs", "aws.spot: reclaim", 60.0))
-    node.tell(TrainerAgreed("theirs", 9))
-    node.seal_part(9, request_id="theirs")
+    node.agree(9)
     assert node.flushes == [9]
     node.leave()
     node.now += 1
@@ -546,8 +513,7 @@ def test_sealed_sets_are_committed_before_another_start_begins() -> None:
 
 def test_a_daemon_answers_when_its_own_share_is_committed() -> None:
     """It names its place in the earlier start: the ranks know whether all VMs of that start have answered."""
-    node = Node()
-    node.begin()
+    node = started()
     node.seal_part(9)
     node.leave()
     node.now += 1
@@ -569,8 +535,7 @@ def test_a_daemon_answers_when_its_own_share_is_committed() -> None:
 )
 def test_another_start_waits_for_a_limited_time(in_s: float | None, limit_s: float) -> None:
     """Until the deadline of an evacuation, else half a minute; then no old set is committed."""
-    node = Node()
-    node.begin()
+    node = started()
     if in_s is not None:
         node.tell(PeerRequested("theirs", "aws.spot: reclaim", in_s))
         node.tell(TrainerAgreed("theirs", 9))
@@ -589,50 +554,45 @@ def test_another_start_waits_for_a_limited_time(in_s: float | None, limit_s: flo
 
 def test_a_start_begins_immediately_with_nothing_left_to_commit() -> None:
     """After a scan that began later than the question: an older one may have missed the last set."""
-    node = Node()
-    node.begin()
+    node = started()
     node.now += 1
     node.tell(FinishAsked("second"))
     assert not finished(node)
     node.seal_part(9)
     assert not finished(node)
-    node.counted(node.commit_own_part(), 2)
+    node.complete()
     assert finished(node) == ["second"]
 
 
 def test_a_job_with_one_vm_left_finishes_first_and_then_begins() -> None:
     """Its rank does not ask: the daemon claims when the part of the earlier start is whole."""
-    node = Node()
-    node.begin()
+    node = started()
     node.seal_part(9)
     node.now += 1
     node.leave()
     node.join_one_of(1, pid=200, start_id="alone")
     node.scan()
     assert len(node.all(ClaimGeneration)) == 1
-    node.counted(node.commit_own_part(), 2)
+    node.complete()
     assert node.last(ClaimGeneration) == ClaimGeneration("alone", began_ticks=1200)
     assert node.state.commits.last_complete == CommitRef(3, 9)
 
 
 def test_a_part_that_is_not_whole_in_time_ends_with_its_job() -> None:
     """The other VM is gone: the start on one VM waits for a limited time, and then commits alone."""
-    node = Node()
-    node.begin()
+    node = started()
     node.seal_part(9)
     node.leave()
     node.join_one_of(1, pid=200, start_id="alone")
     node.wait(FINISH_S + 1)
     assert node.all(CancelFlush)
-    node.seal(2, "own", start_id="alone")
-    node.store_all()
+    node.commit(2, "own", start_id="alone")
     assert node.state.commits.last_complete == CommitRef(4, 2)
 
 
 def test_sets_of_a_new_start_are_never_committed_under_the_old_generation() -> None:
     """Ranks that do not query a checkpoint train immediately: their first set ends the wait."""
-    node = Node()
-    node.begin()
+    node = started()
     node.seal_part(9)
     node.now += 1
     node.tell(FinishAsked("second"))
@@ -647,12 +607,11 @@ def test_sets_of_a_new_start_are_never_committed_under_the_old_generation() -> N
 
 def test_the_set_of_the_newest_checkpoint_is_set_aside_for_the_next_start() -> None:
     """The job resumes from it, and its bytes need not be fetched; the next whole commit deletes it."""
-    node = Node()
-    node.begin()
+    node = started()
     for step in (43, 44, 45):
         node.seal_part(step)
         if step < 45:
-            node.counted(node.commit_own_part(), 2)
+            node.complete()
     node.begin_again()
     assert node.last(SetAside).directories == (node.staging[1].directory,)
     pruned = node.last(Prune)
@@ -661,7 +620,7 @@ def test_the_set_of_the_newest_checkpoint_is_set_aside_for_the_next_start() -> N
     node.staging.clear()
     node.scan()
     node.seal_part(50)
-    node.counted(node.commit_own_part(), 2)
+    node.complete()
     assert not node.last(Prune).keeps_aside
 
 
@@ -683,8 +642,7 @@ def test_a_restarted_daemon_commits_no_set_of_an_earlier_start() -> None:
 @pytest.mark.fault("G04")
 def test_a_fenced_vm_concludes_a_notice_immediately() -> None:
     """State and verdict show the newer generation; no request is made, and the daemon does not wait."""
-    node = Node()
-    node.begin()
+    node = started()
     node.tell(FenceFound(4))
     assert (node.status.state, node.status.newer_generation) == ("FENCED", 4)
     assert "generation 4" in status_line(node.state, node.now)
@@ -702,19 +660,6 @@ def test_a_fenced_vm_concludes_a_notice_immediately() -> None:
     assert phase_of(node.state) is not Phase.FENCED
 
 
-@pytest.mark.fault("G18")
-def test_another_start_with_our_number_fences_too() -> None:
-    """The prefix was emptied, and another start of the job claimed the number."""
-    node = Node()
-    node.begin()
-    own = node.state.generation
-    assert own is not None
-    node.tell(FenceFound(own))
-    assert phase_of(node.state) is not Phase.FENCED
-    node.tell(FenceFound(own, is_same_number=True))
-    assert phase_of(node.state) is Phase.FENCED
-
-
 def test_a_vm_that_finds_its_start_overtaken_is_fenced() -> None:
     """It wanted a generation, and another start had claimed the run."""
     node = Node()
@@ -726,10 +671,9 @@ def test_a_vm_that_finds_its_start_overtaken_is_fenced() -> None:
 
 def with_a_part_on_its_way() -> Node:
     """Step 8 is whole; the manifest of this VM's part of step 20 is being written."""
-    node = Node()
-    node.begin()
+    node = started()
     node.seal_part(8)
-    node.counted(node.commit_own_part(), 2)
+    node.complete()
     node.seal_part(20)
     node.flushed()
     return node
@@ -760,19 +704,17 @@ def test_a_start_from_an_older_checkpoint_is_safe_with_its_own_commit_only(*, sa
     node.accept(8)
     node.scan()
     assert node.final == []
-    node.tell(TrainerAgreed(node.request_id, 9))
-    node.seal_part(9, request_id=node.request_id)
-    node.counted(node.commit_own_part(), 2)
+    node.agree(9)
+    node.complete()
     assert node.final == ["SAFE generation 4 step 9"]
 
 
 @pytest.mark.parametrize(("target", "word"), [(8, "SAFE"), (10, "PARTIAL")])
 def test_the_ranks_of_other_vms_may_be_a_step_ahead(target: int, word: str) -> None:
     """The agreed step shows it: this rank accepted at 7, and the newest whole commit is of step 7."""
-    node = Node()
-    node.begin()
+    node = started()
     node.seal_part(7)
-    node.counted(node.commit_own_part(), 2)
+    node.complete()
     node.notice(60)
     node.accept(7)
     node.tell(TrainerAgreed(node.request_id, target))
@@ -789,8 +731,7 @@ def test_the_ranks_of_other_vms_may_be_a_step_ahead(target: int, word: str) -> N
 @pytest.mark.fault("X01")
 def test_a_doubtful_part_that_becomes_whole_at_a_claim_stays_doubtful() -> None:
     """This VM's GPU had failed before it was sealed: its manifest has the mark."""
-    node = Node()
-    node.begin()
+    node = started()
     gpu = GpuStatus(
         pci="0000:3b:00", index=0, health=GpuHealth.LOST, reason="Xid 79", since_mono_s=1.0
     )

@@ -4,19 +4,18 @@
 from __future__ import annotations
 
 import pytest
-from swansong_bucket.model import Severity, TrainerView, Verdict
+from swansong_bucket.model import Severity
 from swansongd.core import machine, notices
 from swansongd.core.events import (
     AskTrainers,
     Log,
     Mark,
     NoticeRaised,
-    TrainerJoined,
     TrainerSealed,
 )
 from swansongd.observe.phase import Phase, phase_of
 
-from testkit.story import Story, a_notice
+from testkit.story import Story, a_notice, joined
 
 
 def lines(story: Story, event: str) -> int:
@@ -28,23 +27,17 @@ def opened(story: Story) -> int:
     return [mark.phase for mark in story.all(Mark)].count("notice")
 
 
-def trained(step: int = 3) -> Story:
-    story = Story()
-    story.join(step=step)
-    return story
-
-
 # ---------------------------------------------------------------------------- ids and answers
 
 
 def test_a_notice_that_is_evacuated_again_has_another_id_after_a_restart() -> None:
     """Its first evacuation has ended, and hooks must not repeat the answer to that."""
-    story = trained(4)
+    story = joined(step=4)
     story.notice(in_s=30)
     story.notice(in_s=100)
     story.wait(40.1)
     assert story.state.evacuation is None
-    restarted = trained(30)
+    restarted = joined(step=30)
     restarted.now = story.now
     for kept in story.state.notices.live.values():
         restarted.tell(NoticeRaised(kept))
@@ -54,9 +47,9 @@ def test_a_notice_that_is_evacuated_again_has_another_id_after_a_restart() -> No
 @pytest.mark.fault("N09")
 def test_an_open_evacuation_is_resumed_under_the_same_id() -> None:
     """A restarted daemon with the notice repeats the request, and the hooks repeat their answer."""
-    story = trained(4)
+    story = joined(step=4)
     story.notice()
-    restarted = trained(30)
+    restarted = joined(step=30)
     for kept in story.state.notices.live.values():
         restarted.tell(NoticeRaised(kept))
     assert restarted.request_id == story.request_id
@@ -79,7 +72,7 @@ def test_a_restart_that_forgets_the_notice_asks_under_a_new_id() -> None:
 
 def test_no_request_id_returns_however_often_a_notice_flips() -> None:
     """A notice that is withdrawn and raised 200 times: every evacuation has another id."""
-    story = trained()
+    story = joined(step=3)
     for _ in range(200):
         story.notice(source="gcp.preempted", in_s=25)
         story.withdraw("gcp.preempted")
@@ -91,9 +84,8 @@ def test_no_request_id_returns_however_often_a_notice_flips() -> None:
 
 def test_the_answer_to_an_earlier_request_does_not_count() -> None:
     """A rank that repeats an old answer under the new id causes no SAFE."""
-    story = trained(4)
-    story.seal(10)
-    story.store_all()
+    story = joined(step=4)
+    story.commit(10)
     story.progress(2410)
     story.notice(source="gcp.preempted")
     story.tell(TrainerSealed(1, story.request_id, 10, 1.0, 1))
@@ -104,27 +96,12 @@ def test_the_answer_to_an_earlier_request_does_not_count() -> None:
 
 def test_a_set_of_the_current_step_answers() -> None:
     """It was sealed just before the request, and no step was trained since."""
-    story = trained(10)
-    story.seal(10)
-    story.store_all()
+    story = joined(step=10)
+    story.commit(10)
     story.notice()
     story.tell(TrainerSealed(1, story.request_id, 10, 1.0, 1))
     story.scan()
     assert story.verdicts == ["SAFE generation 2 step 10"]
-
-
-def test_the_last_verdict_is_remembered() -> None:
-    """After the notice is withdrawn, the verdict and its notices are still known."""
-    story = trained()
-    raised = story.notice(in_s=30)
-    story.accept(3)
-    story.answer(4)
-    story.store_all()
-    story.withdraw()
-    assert story.state.evacuation is None
-    last = story.state.course.last_verdict
-    assert last is not None
-    assert (last.verdict, last.notices) == (Verdict.SAFE, {raised.identity})
 
 
 # ---------------------------------------------------------------------------- too late, too near
@@ -132,11 +109,9 @@ def test_the_last_verdict_is_remembered() -> None:
 
 def test_a_time_in_the_past_still_causes_a_request() -> None:
     """The VM runs: the notice gets the assumed time, once, however often the source repeats it."""
-    story = trained()
+    story = joined(step=3)
     raised = story.notice(in_s=-1)
-    story.accept(3)
-    story.answer(4)
-    story.store_all()
+    story.serve(3)
     assert story.verdicts == ["SAFE generation 2 step 4"]
     for _ in range(100):
         story.tell(NoticeRaised(raised))
@@ -147,7 +122,7 @@ def test_a_time_in_the_past_still_causes_a_request() -> None:
 
 def test_too_little_time_still_causes_a_request() -> None:
     """2 s are left of 5 s of reserve, without other work: a commit that succeeds anyway is SAFE."""
-    story = trained()
+    story = joined(step=3)
     story.notice(in_s=2)
     story.wait(0.5)
     story.accept(3)
@@ -161,18 +136,15 @@ def test_too_little_time_still_causes_a_request() -> None:
 
 def test_a_time_in_the_past_changes_no_verdict() -> None:
     """After SAFE an overdue event causes no request, moves no deadline and worsens no verdict."""
-    story = trained()
+    story = joined(step=3)
     story.notice(in_s=100)
-    story.accept(3)
-    story.answer(4)
-    story.store_all()
-    assert story.state.evacuation is not None
-    deadline_mono_s = story.state.evacuation.deadline_mono_s
+    story.serve(3)
+    deadline_mono_s = story.evacuation.deadline_mono_s
     story.progress(50)
     story.notice(in_s=-3600, source="aws.scheduled", severity=Severity.SCHEDULED)
     story.wait(1)
     assert story.verdicts == ["SAFE generation 2 step 4"]
-    assert story.state.evacuation.deadline_mono_s == deadline_mono_s
+    assert story.evacuation.deadline_mono_s == deadline_mono_s
     story.wait(100 + notices.OUTLIVED_S)
     assert phase_of(story.state) is Phase.IDLE
 
@@ -182,7 +154,7 @@ def test_a_time_in_the_past_changes_no_verdict() -> None:
 
 def test_a_time_that_recedes_costs_one_evacuation_each_time_it_is_outlived() -> None:
     """A source that names another time at each poll is one notice, and no later time is forgotten."""
-    story = trained()
+    story = joined(step=3)
     for _ in range(600):
         story.notice(in_s=120)
         story.wait(1)
@@ -192,29 +164,24 @@ def test_a_time_that_recedes_costs_one_evacuation_each_time_it_is_outlived() -> 
 
 def test_a_notice_after_a_deadline_that_has_passed_gets_its_own_time() -> None:
     """The VM was not taken at the first deadline: that one does not end the next evacuation at once."""
-    story = trained()
+    story = joined(step=3)
     story.notice(source="aws.spot", in_s=30)
-    story.accept(3)
-    story.answer(4)
-    story.store_all()
+    story.serve(3)
     story.wait(32)
     verdicts = len(story.verdicts)
     story.notice(source="gcp.preempted", in_s=60)
-    assert story.state.evacuation is not None
-    assert story.state.evacuation.deadline_mono_s == story.now + 60
+    assert story.evacuation.deadline_mono_s == story.now + 60
     assert story.verdicts[verdicts:] == []
 
 
 def test_near_notices_are_limited_by_the_rate() -> None:
     """However near each new notice is: a few evacuations in a row, then a few each minute."""
-    story = trained()
+    story = joined(step=3)
     for number in range(60):
         story.notice(in_s=3, identity=f"another each time: {number}")
         evacuation = story.state.evacuation
         if evacuation is not None and evacuation.verdict is None:
-            story.accept(3 + number)
-            story.answer(4 + number, f"n{number}")
-            story.store_all()
+            story.serve(3 + number, f"n{number}")
         story.wait(1)
     assert 3 <= opened(story) <= notices.AT_ONCE + 60 / notices.EVERY_S
     assert lines(story, "evacuation_held") <= lines(story, "notice")
@@ -222,7 +189,7 @@ def test_near_notices_are_limited_by_the_rate() -> None:
 
 def test_a_held_notice_is_evacuated_when_the_rate_permits() -> None:
     """The rate delays an evacuation, and never drops it."""
-    story = trained()
+    story = joined(step=3)
     for _ in range(notices.AT_ONCE):
         story.notice(source="gcp.preempted", in_s=25)
         story.withdraw("gcp.preempted")
@@ -234,7 +201,7 @@ def test_a_held_notice_is_evacuated_when_the_rate_permits() -> None:
 
 def test_an_evacuation_that_was_open_before_a_fault_is_not_held() -> None:
     """The state is rebuilt after four evacuations: the open one is resumed immediately."""
-    story = trained()
+    story = joined(step=3)
     for _ in range(notices.AT_ONCE):
         story.notice(source="gcp.preempted", in_s=25)
         story.withdraw("gcp.preempted")
@@ -249,7 +216,7 @@ def test_an_evacuation_that_was_open_before_a_fault_is_not_held() -> None:
 
 def test_a_shutdown_of_this_host_is_never_held() -> None:
     """The host itself reports it, once."""
-    story = trained()
+    story = joined(step=3)
     for _ in range(10):
         story.notice(source="logind", in_s=24, severity=Severity.SHUTTING_DOWN)
         assert story.state.evacuation is not None
@@ -258,7 +225,7 @@ def test_a_shutdown_of_this_host_is_never_held() -> None:
 
 def test_an_event_that_is_put_off_before_its_evacuation_moves() -> None:
     """Its later time counts, and so does an earlier one after that."""
-    story = trained()
+    story = joined(step=3)
     for in_s in (3600, 7200, 1800):
         story.notice(in_s=in_s, source="aws.scheduled", severity=Severity.SCHEDULED)
         (notice,) = story.state.notices.live.values()
@@ -268,21 +235,20 @@ def test_an_event_that_is_put_off_before_its_evacuation_moves() -> None:
 
 def test_an_event_that_is_put_off_after_it_was_outlived_counts_again() -> None:
     """It was concluded for its first time only."""
-    story = trained()
+    story = joined(step=3)
     story.notice(in_s=30, source="aws.scheduled", severity=Severity.SCHEDULED)
     story.wait(30 + notices.OUTLIVED_S + 1)
     assert phase_of(story.state) is Phase.IDLE
     story.notice(in_s=3600, source="aws.scheduled", severity=Severity.SCHEDULED)
     story.withdraw("no.such.source")
     story.wait(3500)
-    evacuation = story.state.evacuation
-    assert evacuation is not None
+    evacuation = story.evacuation
     assert not evacuation.is_precaution
 
 
 def test_maintenance_that_returns_costs_a_checkpoint_or_a_line() -> None:
     """The second notice is a new one, although the key has the same value."""
-    story = trained()
+    story = joined(step=3)
 
     def announce() -> None:
         story.notice(in_s=3600, source="gcp.maintenance", severity=Severity.SCHEDULED)
@@ -302,15 +268,13 @@ def test_maintenance_that_returns_costs_a_checkpoint_or_a_line() -> None:
 
 def test_notices_by_hand_with_the_same_end_are_one() -> None:
     """Ten simultaneous calls: one evacuation, whose verdict answers each of them."""
-    story = trained()
+    story = joined(step=3)
     for number in range(10):
         story.now += 0.03
         raised = a_notice("manual", deadline_mono_s=story.now + 60, identity=f"manual:{number}")
         story.tell(NoticeRaised(raised))
         if number == 4:
-            story.accept(3)
-            story.answer(4)
-            story.store_all()
+            story.serve(3)
     assert len(story.all(AskTrainers)) == 1
     assert story.verdicts == ["SAFE generation 2 step 4"]
     last = story.state.course.last_verdict
@@ -320,12 +284,10 @@ def test_notices_by_hand_with_the_same_end_are_one() -> None:
 
 def test_a_later_call_by_hand_is_a_new_request() -> None:
     """Its deadline is another one: it gets another checkpoint and verdict, however soon it arrives."""
-    story = trained()
+    story = joined(step=3)
     for number in range(60):
         raised = story.notice(source="manual", in_s=60, identity=f"manual:{number}")
-        story.accept(3 + number)
-        story.answer(4 + number, f"n{number}")
-        story.store_all()
+        story.serve(3 + number, f"n{number}")
         last = story.state.course.last_verdict
         assert last is not None
         assert raised.identity in last.notices
@@ -338,15 +300,13 @@ def test_a_later_call_by_hand_is_a_new_request() -> None:
 
 def test_of_notices_by_hand_the_earliest_end_counts_and_none_is_forgotten() -> None:
     """A call with a later deadline withdraws nothing, and gets its evacuation when its time is near."""
-    story = trained()
+    story = joined(step=3)
     story.notice(source="manual", in_s=30, identity="manual:near")
     story.notice(source="manual", in_s=100, identity="manual:far")
-    assert story.state.evacuation is not None
-    assert story.state.evacuation.deadline_mono_s < story.now + 31
+    assert story.evacuation.deadline_mono_s < story.now + 31
     story.wait(30 + notices.OUTLIVED_S + 1)
     story.wait(1)
-    assert story.state.evacuation is not None
-    assert story.state.evacuation.deadline_mono_s > story.now + 50
+    assert story.evacuation.deadline_mono_s > story.now + 50
     assert list(story.state.notices.live) == ["manual:far"]
     story.withdraw("manual")
     assert not story.state.notices.live
@@ -364,22 +324,14 @@ def test_notices_by_hand_are_limited_in_number() -> None:
 
 def test_periodic_checkpoints_continue_during_a_long_notice() -> None:
     """After the verdict of an evacuation with a far deadline, each interval has its checkpoint."""
-    story = Story()
-    view = TrainerView(
-        connection=1, pid=100, rank=0, world_size=1, local_world_size=1, step=9, start_id="a",
-        takes_periodic=True,
-    )  # fmt: skip
-    story.tell(TrainerJoined(view))
+    story = joined(step=9, takes_periodic=True)
     story.notice(source="aws.asg", in_s=3600)
-    story.accept(9)
-    story.answer(10)
-    story.store_all()
+    story.serve(9)
     assert story.verdicts == ["SAFE generation 2 step 10"]
     for _ in range(1800):
         story.wait(1)
         if story.state.requests.periodic is not None:
             break
     assert story.request_id.startswith("periodic-")
-    story.seal(500)
-    story.store_all()
+    story.commit(500)
     assert story.verdicts[-1] == "SAFE generation 2 step 500"

@@ -27,15 +27,6 @@ def test_a_foreign_claim_ends_the_daemon(nodes: int, number: int) -> None:
     assert story.state.starts.fenced_by == number
 
 
-def test_an_old_claim_of_the_store_fences_no_vm() -> None:
-    """Only a claim that the store lacks counts with any number."""
-    story = Story(generation=7)
-    story.join()
-    story.tell(FenceFound(3))
-    assert story.state.starts.fenced_by is None
-    assert not story.all(Exit)
-
-
 @pytest.mark.parametrize(
     ("verdict", "is_sending", "may_copy", "rate"),
     [

@@ -26,18 +26,16 @@ from swansongd.core.events import (
 )
 from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE
 
-from testkit.story import MIB, Story, a_set
+from testkit.story import MIB, Story, a_set, joined
 
 pytestmark = pytest.mark.fault("T09", "T17")
 
 
 def committed(step: int = 3, *, at: int | None = None, is_final: bool = False) -> Story:
     """A trainer whose set of ``step`` is committed, and which is at step ``at`` now."""
-    story = Story()
-    story.join(step=step)
+    story = joined(step=step)
     story.progress(step)
-    story.seal(step, "first", is_final=is_final)
-    story.store_all()
+    story.commit(step, "first", is_final=is_final)
     if at is not None:
         story.progress(at)
     return story
@@ -60,8 +58,7 @@ def test_training_that_was_ahead_is_remembered(how: str) -> None:
     assert set(story.conclude()) == {"PARTIAL generation 2 step 6"}
 
 
-@pytest.mark.parametrize("how", ["restart", "crash"])
-def test_a_finished_run_that_trains_on_is_not_over(how: str) -> None:
+def test_a_finished_run_that_trains_on_is_not_over_for_the_next_daemon() -> None:
     """The end of the run is committed, and a later start of the training has moved on."""
     story = committed(10, is_final=True)
     story.leave()
@@ -69,10 +66,7 @@ def test_a_finished_run_that_trains_on_is_not_over(how: str) -> None:
     story.join(2, pid=200, start_id="b")
     story.starts(10, 2, start_id="b", parent=Parent("a", 10))
     story.progress(15, 2)
-    if how == "restart":
-        story = story.restarted()
-    else:
-        story.leave(2)
+    story = story.restarted()
     story.notice(60)
     assert story.conclude() == ["PARTIAL generation 2 step 10 (final)"]
 
@@ -82,8 +76,7 @@ def test_a_save_from_before_the_notice_is_no_answer(*, signals_trainer: bool) ->
     """A process without hooks was writing it at the notice.  The verdict waits for a set that settles."""
     story = Story(signals_trainer=signals_trainer)
     story.process()
-    story.seal(5, framework="hf")
-    story.store_all()
+    story.commit(5, framework="hf")
     story.now += 100
     began_mono_s = story.now
 
@@ -109,8 +102,7 @@ def test_a_set_of_the_process_before_the_signalled_one_is_no_answer() -> None:
     """The script writes it between the order of the signal and the signal, and systemd starts it again."""
     story = Story(signals_trainer=True)
     story.tell(ProcessFound("process-a", 900, started_wall_ns=10))
-    story.seal(5, framework="hf", written_ns=20)
-    story.store_all()
+    story.commit(5, framework="hf", written_ns=20)
     story.notice(60)
     late = replace(a_set(6, framework="hf", written_ns=30), begun_mono_s=story.now)
     story.tell(ProcessFound("process-b", 901, started_wall_ns=40))
@@ -136,11 +128,9 @@ def test_a_step_that_another_start_has_committed_answers_no_request() -> None:
     after.tell(TrainerSealed(2, after.request_id, 6, 2.0, MIB))
     after.scan()
     after.wait(1)
-    assert after.state.evacuation is not None
-    assert after.state.evacuation.request is not None
-    assert after.state.evacuation.request.is_waiting
-    after.seal(6, "late", start_id="b", request_id=after.request_id)
-    after.store_all()
+    assert after.evacuation.request is not None
+    assert after.evacuation.request.is_waiting
+    after.commit(6, "late", start_id="b", request_id=after.request_id)
     assert after.verdicts == ["SAFE generation 3 step 6"]
 
 
@@ -148,9 +138,7 @@ def test_a_shutdown_of_the_host_waits_for_a_set_in_flight() -> None:
     """The verdict of an earlier notice is SAFE already, and a newer set is on its way."""
     story = committed()
     story.notice(1800, "manual")
-    story.accept(3)
-    story.answer(4)
-    story.store_all()
+    story.serve(3)
     assert story.verdicts[-1] == "SAFE generation 2 step 4"
     story.now += 1200
     story.seal(880, "newer")
@@ -181,8 +169,7 @@ def test_the_end_of_a_run_does_not_answer_for_the_start_that_was_asked() -> None
 def test_a_manifest_that_was_dropped_may_exist(how: str) -> None:
     """The next VM would resume the state from which a rollback has gone back."""
     story = committed(5)
-    story.seal(9, "kept")
-    story.store_all()
+    story.commit(9, "kept")
     story.seal(12, "left")
     story.flushed()
     story.commit_fails(conflict=how == "its place is taken")
@@ -210,9 +197,7 @@ def test_a_restarted_daemon_proves_safe_again(newest: CommitRef | None, expected
     """It remembers the position, and the newest commit must still reach it."""
     story = committed(5, at=6)
     story.notice(60)
-    story.accept(6)
-    story.answer(7)
-    story.store_all()
+    story.serve(6)
     assert story.verdicts == ["SAFE generation 2 step 7"]
     (live,) = story.state.notices.live.values()
     after = story.restarted(newest=newest)

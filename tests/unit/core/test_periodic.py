@@ -3,12 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
-from swansong.fields import VERSION
-from swansong.protocol import Hello
 from swansong_bucket.model import CommitRef
 from swansongd.core import cadence, periodic
 from swansongd.core.events import (
@@ -19,39 +14,28 @@ from swansongd.core.events import (
     TrainerAccepted,
     TrainerAgreed,
     TrainerFailed,
-    TrainerJoined,
     TrainerProgress,
     TrainerSealed,
     WithdrawRequest,
 )
-from swansongd.trainers.translate import view_of
 
 from testkit.story import Story
 
 INTERVAL_S = 30.0
 
 
-def a_story(interval_s: float | None = INTERVAL_S, **options: Any) -> Story:
-    story = Story(**options)
-    settings = replace(story.state.settings, checkpoint_interval_s=interval_s)
-    story.state = replace(story.state, settings=settings)
-    return story
-
-
 def join(
-    story: Story, rank: int = 0, ranks: int = 1, *, step: int = 7, periodic: bool = True
+    story: Story,
+    rank: int = 0,
+    ranks: int = 1,
+    *,
+    step: int = 7,
+    nodes: int = 1,
+    takes_periodic: bool = True,
 ) -> None:
-    hello = Hello(
-        run="r",
-        rank=rank,
-        world_size=ranks,
-        local_world_size=ranks,
-        step=step,
-        start_id="a",
-        capabilities=["periodic"] if periodic else [],
-        version=VERSION,
+    story.join(
+        1 + rank, rank=rank, ranks=ranks, step=step, nodes=nodes, takes_periodic=takes_periodic
     )
-    story.tell(TrainerJoined(view_of(1 + rank, 100 + rank, hello, greeted_mono_s=story.now)))
 
 
 def asks(story: Story) -> list[AskTrainers]:
@@ -64,7 +48,7 @@ def accept(story: Story, step: int, rank: int = 0) -> None:
 
 def test_a_checkpoint_that_is_due_is_requested_without_urgency() -> None:
     """Not before the interval is over; then once, with a target, and its set is committed."""
-    story = a_story()
+    story = Story(checkpoint_interval_s=INTERVAL_S)
     join(story)
     story.wait(INTERVAL_S - 1)
     assert not asks(story)
@@ -74,8 +58,7 @@ def test_a_checkpoint_that_is_due_is_requested_without_urgency() -> None:
     assert not ask.is_urgent
     accept(story, 20)
     assert story.last(SendTarget) == SendTarget(ask.request_id, 21, (1,))
-    story.seal(21, request_id=ask.request_id)
-    story.store_all()
+    story.commit(21, request_id=ask.request_id)
     assert story.state.commits.last == CommitRef(2, 21)
     assert story.state.evacuation is None
     assert not story.all(WithdrawRequest)
@@ -88,7 +71,7 @@ def test_a_checkpoint_that_is_due_is_requested_without_urgency() -> None:
 
 def test_all_ranks_agree_on_the_step() -> None:
     """No request before all ranks are connected; the target is one beyond the furthest, and sent to all."""
-    story = a_story()
+    story = Story(checkpoint_interval_s=INTERVAL_S)
     join(story, 0, 2)
     story.wait(2 * INTERVAL_S)
     assert not asks(story)
@@ -106,12 +89,8 @@ def test_all_ranks_agree_on_the_step() -> None:
 
 def test_over_several_vms_the_ranks_agree_on_the_step_among_themselves() -> None:
     """As for the request of an evacuation: the daemon sends no target, and learns the agreed step."""
-    story = a_story()
-    hello = Hello(
-        run="r", rank=0, world_size=2, local_world_size=1, step=7, nodes=2, start_id="a",
-        capabilities=["periodic"], version=VERSION,
-    )  # fmt: skip
-    story.tell(TrainerJoined(view_of(1, 100, hello, greeted_mono_s=story.now)))
+    story = Story(checkpoint_interval_s=INTERVAL_S)
+    join(story, nodes=2)
     story.wait(INTERVAL_S + 1)
     (ask,) = asks(story)
     accept(story, 20)
@@ -123,8 +102,8 @@ def test_over_several_vms_the_ranks_agree_on_the_step_among_themselves() -> None
 
 def test_a_trainer_with_another_schedule_gets_no_request() -> None:
     """Neither does one without a step so far, nor the part of a job whose rank 0 is elsewhere."""
-    story = a_story()
-    join(story, periodic=False)
+    story = Story(checkpoint_interval_s=INTERVAL_S)
+    join(story, takes_periodic=False)
     story.wait(10 * INTERVAL_S)
     join(story, step=0)
     story.wait(10 * INTERVAL_S)
@@ -135,11 +114,10 @@ def test_a_trainer_with_another_schedule_gets_no_request() -> None:
 
 def test_a_checkpoint_for_another_reason_counts() -> None:
     """The interval begins again with any sealed set; a request in progress is withdrawn."""
-    story = a_story()
+    story = Story(checkpoint_interval_s=INTERVAL_S)
     join(story)
     story.wait(INTERVAL_S - 5)
-    story.seal(15)
-    story.store_all()
+    story.commit(15)
     story.wait(INTERVAL_S - 1)
     assert not asks(story)
     story.wait(2)
@@ -151,7 +129,7 @@ def test_a_checkpoint_for_another_reason_counts() -> None:
 
 def test_a_notice_comes_first() -> None:
     """A periodic request is withdrawn, and no other one is made while the notice is in force."""
-    story = a_story()
+    story = Story(checkpoint_interval_s=INTERVAL_S)
     join(story)
     story.wait(INTERVAL_S + 1)
     story.notice(in_s=1000)
@@ -163,7 +141,7 @@ def test_a_notice_comes_first() -> None:
 
 def test_unsent_sets_do_not_pile_up() -> None:
     """While two sets wait for the store, no third one is requested."""
-    story = a_story()
+    story = Story(checkpoint_interval_s=INTERVAL_S)
     join(story)
     story.seal(10)
     story.seal(20)
@@ -177,7 +155,7 @@ def test_unsent_sets_do_not_pile_up() -> None:
 @pytest.mark.fault("T04")
 def test_after_a_failure_or_without_an_answer_the_next_interval_requests_again() -> None:
     """A failed save and a request without an answer are logged."""
-    story = a_story()
+    story = Story(checkpoint_interval_s=INTERVAL_S)
     join(story)
     story.wait(INTERVAL_S + 1)
     story.tell(TrainerFailed(1, asks(story)[0].request_id, "disk full"))
@@ -192,7 +170,7 @@ def test_after_a_failure_or_without_an_answer_the_next_interval_requests_again()
 
 def test_the_interval_follows_the_measured_cost() -> None:
     """The time of the snapshot counts, or that of the whole save where it is unknown; so do interruptions."""
-    story = a_story(None)
+    story = Story()
     join(story)
     assert periodic.interval_s(story.state) == cadence.INTERVAL_MIN_S
     story.tell(TrainerProgress(1, 9, save_s=3.0))

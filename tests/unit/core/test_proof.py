@@ -24,7 +24,7 @@ from swansongd.core.events import (
 )
 from swansongd.core.transition import LOGIND_SOURCE
 
-from testkit.story import Story
+from testkit.story import Story, joined
 
 pytestmark = pytest.mark.fault("T09", "T17")
 
@@ -38,8 +38,7 @@ def committed(step: int = 448, *, ranks: int = 1) -> Story:
     for rank in range(ranks):
         story.join(rank + 1, rank=rank, ranks=ranks, start_id="" if rank else "a")
         story.starts(0, rank + 1)
-    story.seal(448)
-    story.store_all()
+    story.commit(448)
     for rank in range(ranks):
         story.progress(step, rank + 1)
     return story
@@ -72,9 +71,7 @@ def refused(story: Story, *steps: int, fails: bool = True, first: int = 1) -> St
 def answered() -> Story:
     story = committed(460)
     story.notice(60)
-    story.accept(460)
-    story.answer(461)
-    story.store_all()
+    story.serve(460)
     return story
 
 
@@ -178,8 +175,7 @@ def final() -> Story:
 
 def trains_past_its_end() -> Story:
     story = committed()
-    story.seal(460, "end", is_final=True)
-    story.store_all()
+    story.commit(460, "end", is_final=True)
     story.progress(470)
     story.notice(60)
     return story
@@ -213,8 +209,7 @@ def process(*, is_asked: bool = True, answers: bool = True, begins_again: bool =
     """A trainer without hooks, which may seal a set after its signal, and may be started again then."""
     story = Story(signals_trainer=is_asked)
     story.process("process-a")
-    story.seal(448, framework="checkpoint-n", written_ns=2)
-    story.store_all()
+    story.commit(448, framework="checkpoint-n", written_ns=2)
     story.notice(60)
     if is_asked:
         story.tell(SignalSent(story.last(SignalTrainer).request_id, 900))
@@ -308,8 +303,7 @@ def nothing_trained(*, has_commit: bool) -> Story:
 
 
 def fresh() -> Story:
-    story = Story()
-    story.join()
+    story = joined()
     story.starts(0)
     return refused(story, 5)
 
@@ -334,7 +328,7 @@ CASES: list[Case] = [
     ("load unknown", lambda: refused(resumed(448), 448), "PARTIAL", "has not said what it loaded"),
     ("older load", lambda: refused(resumed(448, Parent("earlier", 400)), 448), "PARTIAL", "400"),
     ("other start", lambda: refused(resumed(448, Parent("x", 448)), 448), "PARTIAL", "began at"),
-    ("restoring", restoring, "SAFE", ""),
+    ("restoring", restoring, "SAFE", "completed no step"),
     ("restore failed", lambda: restoring(fails=True), "PARTIAL", "of rank 0 is unknown"),
     ("restoring a set", lambda: restoring(is_sealed=True), "PARTIAL", "448"),
     ("loaded after the request", loaded_after_the_request, "SAFE", ""),

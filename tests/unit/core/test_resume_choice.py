@@ -11,7 +11,7 @@ from swansong_bucket.model import CommitRef
 from swansongd.core import resume
 from swansongd.core.events import StartBegun
 
-from testkit.story import Story, a_set
+from testkit.story import Story, a_set, joined
 
 GOOD = {"loss_is_finite": 1.0}
 
@@ -48,8 +48,7 @@ def test_a_set_of_a_greater_step_of_an_earlier_start_is_older() -> None:
 
 def test_a_set_without_a_generation_is_not_a_candidate() -> None:
     """It has no place among the commits: it is of an earlier boot, or of an unknown process."""
-    story = Story(claimed=False, staged=[a_set(50)])
-    story.state = replace(story.state, settings=replace(story.state.settings, booted_wall_ns=2))
+    story = Story(claimed=False, staged=[a_set(50)], booted_wall_ns=2)
     story.scan()
     assert resume.newest_local(story.state, None) is None
 
@@ -112,8 +111,7 @@ def test_a_query_that_names_a_commit_needs_only_its_start() -> None:
 @pytest.mark.fault("G21")
 def test_an_evacuation_has_the_link_for_itself() -> None:
     """A prefetch stops while it is open; a trainer's download stops while it sends."""
-    story = Story()
-    story.join(save_s=1.0)
+    story = joined(save_s=1.0)
     story.progress(10)
     assert resume.may_download(story.state, is_asked=False)
     story.notice()

@@ -213,12 +213,6 @@ def test_no_other_number_of_earlier_ones_is_better(
             assert loss_s(count) <= loss_s(other) * (1 + 1e-9)
 
 
-def test_many_earlier_ones_are_as_far_apart_as_by_young() -> None:
-    """A cheap save over a long time with a constant rate of early ends: the root of 2s/h."""
-    count = earlier_count(100_000, early_per_s=1 / 2400, stall_s=0.5, apart_s=5.0)
-    assert 100_000 / count == pytest.approx(math.sqrt(2 * 0.5 * 2400), rel=0.01)
-
-
 def test_a_notice_of_aws_has_a_few_cheap_ones_and_the_last() -> None:
     """120 s, a save that blocks for 0.1 s, and one end in twenty that comes early."""
     found = starts(118.0, a_cost(2.0, stall_s=0.1), early_per_s=0.05 / 120)
@@ -228,16 +222,19 @@ def test_a_notice_of_aws_has_a_few_cheap_ones_and_the_last() -> None:
     assert gaps == [pytest.approx(gaps[0], rel=0.2)] * 4
 
 
-def test_an_expensive_save_has_the_last_one_only() -> None:
-    """A save that blocks for 10 s costs more than an early end, which is rare."""
-    found = starts(100.0, a_cost(20.0, stall_s=10.0), early_per_s=0.05 / 120)
-    assert found == [pytest.approx(23.5)]
-
-
-def test_an_earlier_one_never_costs_the_last_one() -> None:
-    """A state of 40 s: after the first commit one more fits, and it starts late, not at once."""
-    found = starts(70.0, a_cost(40.0, stall_s=0.1), early_per_s=0.05 / 120, age_s=40.0)
-    assert found == [pytest.approx(43.5)]
+@pytest.mark.parametrize(
+    ("left_s", "cost", "age_s", "last_s"),
+    [
+        (100.0, a_cost(20.0, stall_s=10.0), 0.0, 23.5),  # an early end, which is rare, costs less
+        (70.0, a_cost(40.0), 40.0, 43.5),  # one more fits; it starts late, not at once
+    ],
+)
+def test_an_earlier_one_never_costs_the_last_one(
+    left_s: float, cost: FollowUpCost, age_s: float, last_s: float
+) -> None:
+    """A save that blocks for 10 s, and a state that takes 40 s, have the last one only."""
+    found = starts(left_s, cost, early_per_s=0.05 / 120, age_s=age_s)
+    assert found == [pytest.approx(last_s)]
 
 
 def test_a_start_now_beats_a_later_one_that_gains_little() -> None:

@@ -15,7 +15,7 @@ from swansongd.core.events import (
     StartBegun,
 )
 
-from testkit.story import Story, a_set
+from testkit.story import Story, a_set, joined
 
 
 def test_a_commit_of_an_earlier_start_deletes_no_set() -> None:
@@ -23,19 +23,16 @@ def test_a_commit_of_an_earlier_start_deletes_no_set() -> None:
 
     The first commit of the start that the rollback has begun deletes both.
     """
-    story = Story()
-    story.join()
+    story = joined()
     story.starts(0)
-    kept = story.seal(20)
-    story.store_all()
+    kept = story.commit(20)
     left = story.seal(30, "def")
     story.flushed()
     story.tell(StartBegun(1, "a~1"))
     story.committed()
     assert not any(prune.directories for prune in story.all(Prune))
     assert resume.newest_local(story.state, None) == left
-    story.seal(21, "ghi", start_id="a~1")
-    story.store_all()
+    story.commit(21, "ghi", start_id="a~1")
     assert {kept.directory, left.directory} <= set(story.last(Prune).directories)
 
 
@@ -43,15 +40,13 @@ def test_the_process_that_got_the_signal_answers() -> None:
     """The process was started again just before the notice, and the daemon sees it with the signal."""
     story = Story(signals_trainer=True)
     story.process("process-a", pid=900)
-    story.seal(10, framework="transformers")
-    story.store_all()
+    story.commit(10, framework="transformers")
     story.notice()
     request = story.last(SignalTrainer).request_id
     story.process("process-b", pid=901)
     story.tell(SignalSent(request, 901))
     story.wait(2)
-    story.seal(12, "new", framework="transformers", written_ns=2)
-    story.store_all()
+    story.commit(12, "new", framework="transformers", written_ns=2)
     assert story.verdicts == ["SAFE generation 3 step 12"]
 
 
@@ -77,8 +72,7 @@ def test_a_set_of_a_process_that_went_back_before_it_ended_answers_for_nothing()
     story = Story(signals_trainer=True)
     story.process("process-a", pid=900)
     story.seal(2, "two", framework="checkpoint-n", written_ns=1)
-    story.seal(4, "four", framework="checkpoint-n", written_ns=2)
-    story.store_all()
+    story.commit(4, "four", framework="checkpoint-n", written_ns=2)
     story.notice()
     story.tell(SignalSent(story.last(SignalTrainer).request_id, 900))
     story.now += 2

@@ -18,7 +18,7 @@ from swansongd.core.events import (
 from swansongd.core.staged_sets import NEWEST
 from swansongd.observe.status import DroppedStatus, FlushStatus, UnsentStatus
 
-from testkit.story import MIB, Story, a_set
+from testkit.story import MIB, Story, a_set, joined
 
 UNSENT_MAX = NEWEST + 4
 """Also the newest healthy set, the set in flight, one that is partly stored, and the answer to a request."""
@@ -31,8 +31,7 @@ def dropped_steps(story: Story) -> set[int]:
 
 
 def store_refuses(story: Story) -> None:
-    assert story.state.flush.flight is not None
-    story.tell(FlushFailed(story.state.flush.flight.flush_id, "503 SlowDown", void=False))
+    story.tell(FlushFailed(story.flight.flush_id, "503 SlowDown", void=False))
 
 
 def with_health(staged: Staged, *, is_finite: bool) -> Staged:
@@ -63,24 +62,20 @@ def test_an_outage_of_the_store_does_not_fill_the_disk() -> None:
 
 def test_the_set_in_flight_and_a_partly_stored_one_stay() -> None:
     """A slow flush is not cut short by newer sets, and bytes that the store has are not wasted."""
-    story = Story()
-    story.join()
+    story = joined()
     story.seal(10)
-    assert story.state.flush.flight is not None
-    story.tell(FlushProgress(story.state.flush.flight.flush_id, 60 * MIB, 60 * MIB))
+    story.tell(FlushProgress(story.flight.flush_id, 60 * MIB, 60 * MIB))
     store_refuses(story)
     for step in (20, 30, 40, 50):
         story.seal(step)
         story.wait(60)
-    assert story.state.flush.flight is not None
-    in_flight = story.state.flush.flight.staged.id.step
+    in_flight = story.flight.staged.id.step
     assert {s.id.step for s in story.state.uncommitted} == {10, in_flight, 40, 50}
 
 
 def test_the_newest_healthy_set_stays() -> None:
     """After the loss has diverged, the last healthy state stays in staging however many sets follow it."""
-    story = Story()
-    story.join()
+    story = joined()
     story.staging.append(with_health(a_set(10), is_finite=True))
     story.scan()
     store_refuses(story)
@@ -92,8 +87,7 @@ def test_the_newest_healthy_set_stays() -> None:
 
 def test_nothing_is_dropped_before_the_verdict_of_an_evacuation() -> None:
     """An older set may be all that fits before the deadline; after the verdict the rule applies again."""
-    story = Story()
-    story.join()
+    story = joined()
     story.seal(10)
     store_refuses(story)
     story.notice(in_s=30)
@@ -107,8 +101,7 @@ def test_nothing_is_dropped_before_the_verdict_of_an_evacuation() -> None:
 
 def test_no_set_is_dropped_while_a_start_loads_one() -> None:
     """The answer to its query may be an older set in staging, as after a rollback."""
-    story = Story()
-    story.join()
+    story = joined()
     story.seal(10)
     store_refuses(story)
     story.join(step=10)
@@ -122,8 +115,7 @@ def test_no_set_is_dropped_while_a_start_loads_one() -> None:
 
 def test_sets_that_our_hooks_did_not_write_are_not_deleted() -> None:
     """They are the trainer's own checkpoints: all of them stay in staging."""
-    story = Story()
-    story.join()
+    story = joined()
     for step in (10, 20, 30, 40):
         story.staging.append(a_set(step, framework="hf"))
         story.scan()
@@ -132,11 +124,9 @@ def test_sets_that_our_hooks_did_not_write_are_not_deleted() -> None:
 
 def test_status_shows_the_flush_and_the_pressure() -> None:
     """The set in flight, the sets that wait with their bytes, the next attempt, and the dropped sets."""
-    story = Story()
-    story.join()
+    story = joined()
     story.seal(10)
-    assert story.state.flush.flight is not None
-    story.tell(FlushProgress(story.state.flush.flight.flush_id, 25 * MIB, 25 * MIB))
+    story.tell(FlushProgress(story.flight.flush_id, 25 * MIB, 25 * MIB))
     story.wait(16)
     assert story.status.flush == FlushStatus(
         step=10, size_bytes=100 * MIB, stored_bytes=25 * MIB, for_s=16.0
@@ -159,9 +149,12 @@ def test_a_set_that_was_not_flushed_before_the_boot_is_never_committed() -> None
     """An emergency set may be torn, a periodic one was flushed; their start still has its claim."""
     recorded = [Start(id="a", generation=2, is_of_boot=False, is_open=False)]
     staged = [a_set(50), a_set(60, request_id="r")]
-    story = Story(claimed=False, staged=staged, recorded=recorded)
-    settings = replace(story.state.settings, booted_wall_ns=2)  # the files are of the time 1
-    story.state = replace(story.state, settings=settings)
+    story = Story(
+        claimed=False,
+        staged=staged,
+        recorded=recorded,
+        booted_wall_ns=2,  # the files are of the time 1
+    )
     story.scan()
     story.tell(GenerationClaimed("a", 2, None))
     story.store_all()

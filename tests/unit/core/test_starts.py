@@ -16,20 +16,17 @@ from swansongd.core.events import (
     CommitManifest,
     Exit,
     FenceFound,
-    FinishAsked,
     GenerationClaimed,
     ProcessFound,
     Prune,
     RunRead,
-    SetAside,
     StartBegun,
-    TellFinished,
     TellStart,
 )
-from swansongd.core.starts import CLAIMS_MAX, FINISH_S, STARTS_MAX, WINDOW_S
+from swansongd.core.starts import CLAIMS_MAX, STARTS_MAX, WINDOW_S
 from swansongd.restore.downloads import BUDGET_S
 
-from testkit.story import Story, a_set
+from testkit.story import Story, a_set, joined
 
 pytestmark = pytest.mark.fault("T09")
 
@@ -78,8 +75,8 @@ def test_each_start_claims_once_when_it_begins() -> None:
 
 def test_a_vm_without_training_claims_nothing() -> None:
     """Also with sets of an earlier boot.  A process without hooks claims for a set or a farewell."""
-    story = Story(claimed=False, staged=[a_set(5), a_set(6, framework="checkpoint-n")])
-    story.state = replace(story.state, settings=replace(story.state.settings, booted_wall_ns=2))
+    staged = [a_set(5), a_set(6, framework="checkpoint-n")]
+    story = Story(claimed=False, staged=staged, booted_wall_ns=2)
     story.scan()
     story.tell(RunRead(CommitRef(1, 9), "earlier"))
     story.notice()
@@ -94,13 +91,11 @@ def test_a_vm_without_training_claims_nothing() -> None:
 
 def test_sets_of_an_earlier_start_are_committed_in_its_generation() -> None:
     """After the next start has begun: a sealed set stays what it was."""
-    story = Story()
-    story.join(start_id="a")
+    story = joined(start_id="a")
     story.starts(0)
     story.seal(9)
     again(story, "b", step=4, parent=Parent("a", 4))
-    story.seal(5, "new", start_id="b")
-    story.store_all()
+    story.commit(5, "new", start_id="b")
     assert manifests(story) == [(2, 9), (3, 5)]
     assert story.state.commits.last_complete == CommitRef(3, 5)
 
@@ -135,8 +130,7 @@ def test_no_start_gets_a_greater_generation_than_a_later_one() -> None:
     assert claims(story) == ["a", "b"]
     assert not story.flushes
     assert not story.state.uncommitted
-    story.seal(1, start_id="b")
-    story.store_all()
+    story.commit(1, start_id="b")
     assert story.state.commits.last_complete == CommitRef(2, 1)
 
 
@@ -150,8 +144,7 @@ def test_no_earlier_start_is_claimed_while_the_claim_of_a_later_one_is_in_flight
     story.wait(1)
     assert claims(story) == ["a", "b"]
     story.grant("b")
-    story.seal(10, start_id="b")
-    story.store_all()
+    story.commit(10, start_id="b")
     assert claims(story) == ["a", "b"]
     assert manifests(story) == [(2, 10)]
 
@@ -189,8 +182,7 @@ def test_the_start_whose_processes_began_first_is_the_earlier_one(is_claimed: bo
         story.tell(GenerationClaimed("new", 8, None, ""))
     story.grants = True
     story.join(3, rank=1, ranks=2, pid=201, start_id="")
-    story.seal(48, start_id="new")
-    story.store_all()
+    story.commit(48, start_id="new")
     assert story.state.start == story.state.start_of("new")
     assert story.state.commits.last_complete == CommitRef(8, 48)
 
@@ -211,22 +203,9 @@ def test_a_start_that_is_known_from_its_sets_ends_no_daemon() -> None:
     assert not story.all(Exit)
     story.grants, story.next_generation = True, 4
     story.join(start_id="new")
-    story.seal(41, "def", start_id="new")
-    story.store_all()
+    story.commit(41, "def", start_id="new")
     assert claims(story) == ["old", "new"]
     assert story.state.commits.last_complete == CommitRef(4, 41)
-
-
-def test_a_crash_loop_claims_a_bounded_number() -> None:
-    """No claim is ever deleted.  The last start gets its generation after the loop."""
-    story = Story()
-    for number in range(100):
-        again(story, f"start-{number}")
-    recent = WINDOW_S / 5 + CLAIMS_MAX
-    assert len(claims(story)) < 100 * 5 * CLAIMS_MAX / WINDOW_S + recent
-    story.wait(WINDOW_S)
-    assert claims(story)[-1] == "start-99"
-    assert len(story.state.starts.known) == STARTS_MAX
 
 
 def test_an_evacuation_exceeds_the_limit_by_two() -> None:
@@ -247,8 +226,7 @@ def test_an_evacuation_exceeds_the_limit_by_two() -> None:
 
 def test_any_number_of_starts_forgets_the_oldest_with_its_sets() -> None:
     """A trainer can begin starts without end, while a manifest cannot be written."""
-    story = Story()
-    story.join(start_id="a")
+    story = joined(start_id="a")
     story.seal(9)
     story.flushed()
     story.commit_fails()
@@ -261,8 +239,7 @@ def test_any_number_of_starts_forgets_the_oldest_with_its_sets() -> None:
 
 def test_rank_0_gives_its_start_to_each_rank_once() -> None:
     """In whatever order they connect; another process with the rank belongs to another start."""
-    story = Story()
-    story.join(2, rank=1, ranks=3, start_id="")
+    story = joined(2, rank=1, ranks=3, start_id="")
     assert not story.all(TellStart)
     story.join(1, rank=0, ranks=3, start_id="a")
     story.join(3, rank=2, ranks=3, start_id="")
@@ -279,8 +256,7 @@ def test_rank_0_gives_its_start_to_each_rank_once() -> None:
 
 def test_a_rank_gets_the_start_of_the_newest_rank_0() -> None:
     """The processes of the last start hang, and rank 0 of the next one is not the first that is connected."""
-    story = Story()
-    story.join(1, rank=0, ranks=2, start_id="a")
+    story = joined(1, rank=0, ranks=2, start_id="a")
     story.join(2, rank=1, ranks=2, start_id="")
     story.join(3, rank=1, ranks=2, pid=777, start_id="")
     story.join(4, rank=0, ranks=2, pid=776, start_id="b")
@@ -302,10 +278,8 @@ def test_a_late_process_of_an_earlier_start_takes_no_place_of_the_recorded_newes
 def test_a_late_process_is_of_an_earlier_start_before_the_newest_one_has_reconnected() -> None:
     """The record names when each start began: the late process claims nothing."""
     newest = Start(id="new", generation=2, began_ticks=1200)
-    story = Story(claimed=False, recorded=(newest,))
+    story = Story(recorded=(newest,))
     story.grants = False
-    story.scan()
-    story.tell(RunRead(None, ""))
     story.join(1, rank=1, ranks=2, pid=101, start_id="old")
     story.join(2, rank=0, ranks=2, pid=200, start_id="new")
     assert claims(story) == []
@@ -314,9 +288,7 @@ def test_a_late_process_is_of_an_earlier_start_before_the_newest_one_has_reconne
 
 def test_an_older_process_may_begin_another_start_once_the_newest_has_ended() -> None:
     """A notebook that was opened before the last training attaches after its end."""
-    story = Story(claimed=False, recorded=(Start(id="s", generation=2, began_ticks=1200),))
-    story.scan()
-    story.tell(RunRead(None, ""))
+    story = Story(recorded=(Start(id="s", generation=2, began_ticks=1200),))
     story.wait(RECONNECT_S + 1)
     story.join(1, pid=100, start_id="notebook")
     assert claims(story) == ["notebook"]
@@ -328,10 +300,8 @@ def test_an_older_process_may_begin_another_start_once_the_newest_has_ended() ->
 
 def test_a_rollback_is_the_newest_start_whichever_of_its_processes_began_first() -> None:
     """The record may name rank 0 for the start before: rank 1 began earlier, and is in the same launch."""
-    story = Story(claimed=False, recorded=(Start(id="s", generation=2, began_ticks=1200),))
+    story = Story(recorded=(Start(id="s", generation=2, began_ticks=1200),))
     story.grants = False
-    story.scan()
-    story.tell(RunRead(None, ""))
     story.join(1, rank=1, ranks=2, pid=199, start_id="s~1")
     assert claims(story) == ["s~1"]
 
@@ -351,8 +321,7 @@ def test_a_restarted_daemon_deletes_no_set_that_a_recorded_rollback_may_load() -
 
 def test_a_rank_that_attaches_again_after_its_goodbye_waits_for_the_next_start() -> None:
     """A script calls ``finish()`` and ``attach()`` again: rank 1 may be faster than rank 0."""
-    story = Story()
-    story.join(1, rank=0, ranks=2, start_id="a")
+    story = joined(1, rank=0, ranks=2, start_id="a")
     story.join(2, rank=1, ranks=2, start_id="")
     story.leave(2, is_goodbye=True)
     story.join(3, rank=1, ranks=2, start_id="")
@@ -397,43 +366,12 @@ def test_over_several_vms_nothing_of_an_earlier_start_is_committed() -> None:
     story.wait(60)
     assert story.flushes == [10]
     scan(story, parts(3, start_id="second"))
-    assert story.state.flush.flight is not None
-    assert story.state.ref_of(story.state.flush.flight.staged.id) == CommitRef(3, 3)
-
-
-def test_the_newest_checkpoint_is_set_aside_and_the_others_are_removed() -> None:
-    """The next start resumes from it, and its bytes need not be fetched."""
-    story = node()
-    sets = parts(43, 44, 45)
-    scan(story, sets)
-    story.state = replace(
-        story.state,
-        commits=replace(story.state.commits, last_complete=CommitRef(2, 44)),
-    )
-    story.tell(StartBegun(1, "second"))
-    assert story.last(SetAside).directories == (sets[1].directory,)
-    assert story.last(Prune) == Prune((sets[0].directory, sets[2].directory), keeps_aside=True)
-
-
-def test_the_next_start_begins_after_the_sealed_sets_are_committed() -> None:
-    """Or after a limited time, and at once if nothing is left; each rank that asks is told."""
-    story = node()
-    story.now += 1
-    story.tell(FinishAsked("second"))
-    assert not story.all(TellFinished), "the next scan may find a set"
-    scan(story, parts(9))
-    story.wait(FINISH_S - 1.1)
-    assert not story.all(TellFinished)
-    assert claims(story) == ["first"], "a claim would fence VMs that have not finished"
-    story.wait(2)
-    story.tell(FinishAsked("second"))
-    assert [told.waits for told in story.all(TellFinished)] == [False, False]
+    assert story.state.ref_of(story.flight.staged.id) == CommitRef(3, 3)
 
 
 def test_a_start_that_has_lost_the_run_before_its_claim_claims_nothing() -> None:
     """It waits for the limit of claims.  A later claim would take the run from the start elsewhere."""
-    story = Story()
-    story.join(nodes=2, start_id="")
+    story = joined(nodes=2, start_id="")
     for number in range(CLAIMS_MAX + 1):
         story.tell(StartBegun(1, f"start-{number}"))
     story.tell(FenceFound(99))
@@ -464,8 +402,7 @@ def test_each_process_without_hooks_is_one_start() -> None:
 
 def test_a_connected_rank_is_no_process_without_hooks() -> None:
     """A pid file may name it, for a script that has hooks."""
-    story = Story()
-    story.join(pid=900)
+    story = joined(pid=900)
     story.process("process-a", pid=900)
     assert list(generations(story)) == ["a"]
     after = story.restarted()
@@ -477,8 +414,7 @@ def test_a_connected_rank_is_no_process_without_hooks() -> None:
 
 def test_a_framework_that_saves_as_well_as_the_hooks_is_no_other_start() -> None:
     """Also for the first scan of a restarted daemon, to which no rank has connected yet."""
-    story = Story()
-    story.join()
+    story = joined()
     story.seal(11)
     scan(story, [adopted(7, 70)])
     story.store_all()
@@ -564,9 +500,7 @@ def test_of_two_adopted_sets_of_one_step_the_later_one_is_committed(
         a_set(500, nonce, framework="checkpoint-n", written_ns=written_ns)
         for nonce, written_ns in zip(nonces, (500, 1000), strict=True)
     )
-    story = Story(claimed=False, staged=[first, again])
-    story.scan()
-    story.tell(RunRead(None))
+    story = Story(staged=[first, again])
     story.store_all()
     story.wait(60)
     assert [order.staged.id.nonce for order in story.all(CommitManifest)] == [nonces[1]]
@@ -589,10 +523,8 @@ def test_a_rebuilt_state_gives_adopted_sets_to_the_same_start() -> None:
 
 def test_a_restarted_daemon_shares_the_generation_of_its_start() -> None:
     """Also if it was killed before its claim was answered; sealed sets keep their place."""
-    story = Story()
-    story.join(start_id="a")
-    story.seal(9)
-    story.store_all()
+    story = joined(start_id="a")
+    story.commit(9)
     again(story, "b", step=4, parent=Parent("a", 4))
     story.seal(5, "new", start_id="b")
     story = story.restarted()
@@ -628,13 +560,10 @@ def test_sets_of_an_earlier_boot_are_committed_only_if_nothing_is_newer(*, has_n
 @pytest.mark.fault("T12")
 def test_a_framework_that_saves_beside_our_hooks_proves_nothing() -> None:
     """The hooks of the next VM cannot load its directory, so it is not committed in the start's line."""
-    story = Story()
-    story.join(step=100)
-    story.seal(100)
-    story.store_all()
+    story = joined(step=100)
+    story.commit(100)
     story.progress(149)
-    story.seal(150, "hf", framework="checkpoint-n", written_ns=10**9)
-    story.store_all()
+    story.commit(150, "hf", framework="checkpoint-n", written_ns=10**9)
     assert story.state.commits.last == CommitRef(2, 100)
     story.progress(150)
     story.notice()
