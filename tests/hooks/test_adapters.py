@@ -143,29 +143,3 @@ def test_dcp(tmp_path: Path, warm_python: str) -> None:
     assert report.saved_steps == [3]
     assert report.losses == 6
     assert report.files == 2
-
-
-@pytest.mark.fault("T12")
-def test_torchrun(tmp_path: Path, warm_python: str) -> None:
-    """Under the launcher itself: its environment variables, its run id, its workers' process groups."""
-    launcher = [warm_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    report = check_resume(
-        [
-            *launcher,
-            "--no-python",
-            warm_python,
-            str(EXAMPLES / "torch_ddp.py"),
-            "--windows",
-            "256",
-            "--epochs",
-            "9",
-        ],
-        steps=6,
-        kill_at=[3],
-        ranks=2,
-        has_launcher=True,
-        directory=tmp_path,
-        environment=ENVIRONMENT,
-    )
-    assert report.saved_steps == [3]
-    assert report.losses == 6

@@ -36,7 +36,6 @@ class Run:
         attach: dict[str, Any],
         max_epochs: int = EPOCHS,
         patience: int = 9,
-        accumulation: int = 1,
     ) -> None:
         torch.manual_seed(7)
         data = TensorDataset(torch.randn(4 * EPOCH_LENGTH, 4), torch.randn(4 * EPOCH_LENGTH, 1))
@@ -52,9 +51,8 @@ class Run:
             model.train()
             loss = torch.nn.functional.mse_loss(model(batch[0]), batch[1])
             loss.backward()
-            if engine.state.iteration % accumulation == 0:
-                optimizer.step()
-                optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
             self.losses.append(loss.item())
             return loss.item()
 
@@ -73,7 +71,6 @@ class Run:
             trainer,
             to_save,
             loader=loader,
-            accumulation=accumulation,
             **attach,
         )
 
@@ -244,7 +241,10 @@ def test_handlers_of_epoch_completed_see_the_last_batch(
     caplog: pytest.LogCaptureFixture,
     options: dict[str, Any],
 ) -> None:
-    """A run that is preempted at any iteration fires each EPOCH_COMPLETED once, with batch and output."""
+    """A run that is preempted at any iteration fires each EPOCH_COMPLETED once, with batch and output.
+
+    A checkpoint contains no gradients, so none is taken between the iterations of one optimizer step.
+    """
     whole = GanRun({"every_steps": 1, "socket": daemon.path}, **options)
     found = periodic_sets(daemon)
     assert len([line for line in caplog.messages if "resets the metric average" in line]) == 1
@@ -257,19 +257,6 @@ def test_handlers_of_epoch_completed_see_the_last_batch(
         assert again.seen == [each for each in whole.seen if each[0] > iteration]
         assert again.weights == whole.weights
         assert again.iteration == whole.iteration
-
-
-def test_accumulation_saves_after_optimizer_steps_only(
-    daemon: FakeDaemon, restore_from: Restore
-) -> None:
-    """A checkpoint contains no gradients, so none is taken between the iterations of one optimizer step."""
-    whole = Run(attach={"every_steps": 1, "socket": daemon.path}, accumulation=2)
-    found = periodic_sets(daemon)
-    assert set(found) == set(range(2, EPOCHS * EPOCH_LENGTH + 1, 2))
-    restore_from(found[6])
-    again = Run(attach=NOWHERE, accumulation=2)
-    assert again.losses == whole.losses[6:]
-    assert again.weights == whole.weights
 
 
 def test_misuse_is_refused_before_the_first_iteration() -> None:

@@ -35,7 +35,7 @@ from swansong.protocol import (
 from testkit.job_store import MemoryJobStore
 from testkit.waiting import until
 
-TRIALS = {"memory": 2000, "torch": 300}
+TRIALS = {"memory": 500, "torch": 300}
 """Number of single rounds, in which each rank arrives at a random moment."""
 
 
@@ -193,10 +193,14 @@ def store() -> MemoryJobStore:
     return MemoryJobStore()
 
 
-@pytest.fixture(params=["memory", "torch"])
+ALL_STORES = pytest.mark.parametrize("connect", ["memory", "torch"], indirect=True)
+"""For what depends on the times of the store.  :func:`test_the_stores_have_one_contract` has the rest."""
+
+
+@pytest.fixture
 def connect(request: pytest.FixtureRequest) -> Iterator[Callable[[], JobStore]]:
     """Function that opens a connection to the store: a model of it, or torch's."""
-    if request.param == "memory":
+    if getattr(request, "param", "memory") == "memory":
         yield MemoryJobStore(delay_s=0.0001, seed=random.randrange(2**32)).connect
         return
     distributed = pytest.importorskip("torch.distributed")
@@ -211,11 +215,30 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Callable[[], JobStore]]:
     yield connect
 
 
+@ALL_STORES
+def test_the_stores_have_one_contract(connect: Callable[[], JobStore]) -> None:
+    """The model of torch's store answers like it, for all that Swansong asks."""
+    one, other = connect(), connect()
+    one.set("key", "value")
+    assert (other.get("key"), other.check(["key"])) == (b"value", True)
+    assert not other.check(["key", "absent"])
+    amounts = [(one, 0), (other, 1), (one, 1), (other, 1), (one, 0)]
+    assert [store.add("count", amount) for store, amount in amounts] == [0, 1, 2, 3, 3]
+    assert other.multi_get(["count", "key"]) == [b"3", b"value"]
+    assert one.compare_set("decision", "", "first") == b"first"
+    assert other.compare_set("decision", "", "second") == b"first"
+    assert other.compare_set("decision", "first", "third") == b"third"
+    assert one.get("decision") == b"third"
+    assert one.compare_set("never", "something", "else") == b"something"
+    assert not other.check(["never"])
+
+
+@ALL_STORES
 @pytest.mark.fault("T12")
 def test_all_ranks_of_a_round_read_the_same_decision(
     connect: Callable[[], JobStore], request: pytest.FixtureRequest
 ) -> None:
-    """In thousands of rounds, ranks arrive late, near the limit of the others, or never."""
+    """In hundreds of rounds, ranks arrive late, near the limit of the others, or never."""
     seed = random.randrange(2**32)
     choice = random.Random(seed)
     outcomes = {"target": 0, "abort": 0}
@@ -270,6 +293,7 @@ def test_all_ranks_of_a_round_read_the_same_decision(
     assert min(outcomes.values()) > trials / 20, outcomes
 
 
+@ALL_STORES
 @pytest.mark.fault("T12", "N09")
 def test_a_notice_at_any_vm_is_a_checkpoint_of_the_whole_job(
     connect: Callable[[], JobStore],

@@ -73,7 +73,7 @@ print("trained")
     ],
 )
 def test_a_script_trains_without_a_daemon(
-    platform: str, lacks: list[str], imports: str, objects: str
+    warm_python: str, platform: str, lacks: list[str], imports: str, objects: str
 ) -> None:
     """No call raises, and the log is as quiet as on Linux without a daemon."""
     hooks = "import swansong\n"
@@ -83,7 +83,7 @@ def test_a_script_trains_without_a_daemon(
         )
     script = REMOVED.format(imports=imports, lacks=lacks, platform=platform)
     done = subprocess.run(
-        [sys.executable, "-c", script + hooks + objects + TRAINS],
+        [warm_python if imports else sys.executable, "-c", script + hooks + objects + TRAINS],
         env={**os.environ, "PYTHONPATH": str(Path(swansong.__file__).parents[1])},
         capture_output=True,
         text=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,13 @@ from testkit.waiting import until
 Attach = Callable[..., swansong.Guard]
 DATA = TensorDataset(torch.randn(20, 2))
 STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def _no_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the loaders of other tests, which may be in a loop, and a warning about them."""
+    monkeypatch.setattr(ResumableLoader, "saved", weakref.WeakSet())
+    monkeypatch.setattr(ResumableLoader, "_warned_of_foreign", False)
 
 
 def plain() -> DataLoader[Any]:
@@ -275,10 +283,9 @@ def test_a_resume_in_an_epoch_names_nothing_either(
 
 
 def test_a_loader_that_is_created_again_for_an_epoch_is_named(
-    attach: Attach, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    attach: Attach, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The state has the first one, whose position does not move any more; one warning for all epochs."""
-    monkeypatch.setattr(ResumableLoader, "_warned_of_foreign", False)
     earlier = ResumableLoader(plain())
     TrainingState(nn.Linear(2, 1), loader=earlier).count_steps_with(lambda: 50)
     loader = ResumableLoader(plain())
@@ -294,10 +301,9 @@ def test_a_loader_that_is_created_again_for_an_epoch_is_named(
 
 
 def test_an_evaluation_after_each_step_is_not_named(
-    attach: Attach, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    attach: Attach, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It loops over a ResumableLoader for itself, and reports no step in that loop."""
-    monkeypatch.setattr(ResumableLoader, "_warned_of_foreign", False)
     loader, evaluation = ResumableLoader(plain()), ResumableLoader(plain())
     guard = attach(TrainingState(nn.Linear(2, 1), loader=loader))
     guard.restore()

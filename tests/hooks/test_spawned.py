@@ -33,13 +33,10 @@ def trained(python: str, daemon: FakeDaemon, *options: str) -> subprocess.Comple
 
 
 @pytest.mark.fault("T12")
-@pytest.mark.parametrize("options", [[], ["--fsdp"]], ids=["ddp", "fsdp2"])
-def test_a_spawned_job_resumes_to_the_bit(
-    tmp_path: Path, warm_python: str, options: list[str]
-) -> None:
-    """DDP and FSDP2 in ``torch.multiprocessing``: one set of two ranks, and each rank loads its own state."""
+def test_a_spawned_job_resumes_to_the_bit(tmp_path: Path, warm_python: str) -> None:
+    """FSDP2 in ``torch.multiprocessing``: one set of two ranks, and each rank loads its own state."""
     report = check_resume(
-        [warm_python, SPAWNED, "--method", "fork", *options],
+        [warm_python, SPAWNED, "--method", "fork", "--fsdp"],
         steps=6,
         kill_at=[3],
         ranks=2,

@@ -17,6 +17,7 @@ EXAMPLE = [
     # Four optimizer steps of two batches make an epoch.
     *("--windows", "128", "--accumulate", "2", "--epochs", "9", "--evaluate-every", "5"),
 ]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 ENVIRONMENT = {"PYTHONPATH": str(HOOKS)}
 
 
@@ -38,14 +39,19 @@ def test_one_process(tmp_path: Path, warm_python: str) -> None:
 
 @pytest.mark.fault("T12")
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("options", [[], ["--fsdp"]], ids=["ddp", "fsdp2"])
-def test_two_ranks(tmp_path: Path, warm_python: str, options: list[str]) -> None:
-    """Each rank has its own dropout and its own part of the data."""
+@pytest.mark.parametrize(
+    ("launcher", "options"), [(TORCHRUN, []), ([], ["--fsdp"])], ids=["ddp-under-torchrun", "fsdp2"]
+)
+def test_two_ranks(
+    tmp_path: Path, warm_python: str, launcher: list[str], options: list[str]
+) -> None:
+    """Each rank has its own dropout and its own part of the data; under torchrun, or with its variables."""
     report = check_resume(
-        [warm_python, *EXAMPLE, *options],
+        [warm_python, *launcher, *EXAMPLE, *options],
         steps=5,
         kill_at=[3],
         ranks=2,
+        has_launcher=bool(launcher),
         directory=tmp_path,
         environment=ENVIRONMENT,
     )

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -55,13 +54,7 @@ class Torchrun:
     torchrun starts Python unbuffered, so a rank must write its line and the line's end at once.
     """
 
-    def __init__(
-        self,
-        daemon: FakeDaemon,
-        directory: Path,
-        *arguments: str,
-        python: str = sys.executable,
-    ) -> None:
+    def __init__(self, python: str, daemon: FakeDaemon, directory: Path, *arguments: str) -> None:
         script = directory / "train.py"
         script.write_text(TRAINER)
         self.crash = directory / "crash"
@@ -109,9 +102,9 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.fixture
-def torchrun(daemon: FakeDaemon, tmp_path: Path) -> Iterator[Torchrun]:
+def torchrun(daemon: FakeDaemon, tmp_path: Path, warm_python: str) -> Iterator[Torchrun]:
     pytest.importorskip("torch")
-    job = Torchrun(daemon, tmp_path)
+    job = Torchrun(warm_python, daemon, tmp_path)
     yield job
     job.close()
 
@@ -158,7 +151,7 @@ def test_torchrun_kills_after_its_shutdown_timeout(
 ) -> None:
     """A rank that ignores SIGTERM may step and save until that timeout."""
     pytest.importorskip("torch")
-    job = Torchrun(daemon, tmp_path, "ignore SIGTERM", python=warm_python)
+    job = Torchrun(warm_python, daemon, tmp_path, "ignore SIGTERM")
     try:
         job.wait_ranks()
         daemon.wait_connected(2)

@@ -76,13 +76,6 @@ class Bill:
     """Expected duration of the whole run; None if its number of steps is unknown or it never ends."""
 
     @property
-    def fault_tolerance(self) -> float | None:
-        """Stall, storage and requests."""
-        if self.stall is None or self.storage is None or self.requests is None:
-            return None
-        return self.stall + self.storage + self.requests
-
-    @property
     def saved(self) -> float | None:
         """The savings of spot against on-demand, less storage and requests where their prices are known."""
         if self.on_demand is None or self.spot is None:

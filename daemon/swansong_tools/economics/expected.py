@@ -202,12 +202,6 @@ def covered_redone_s(job: Job, kind: InterruptionKind) -> float:
     return min(redone_s, kind.grace_s)
 
 
-def meta_ettr(*, per_day: float, restart_s: float, interval_s: float, save_cost_s: float) -> float:
-    """Meta's E[ETTR], without notices (arXiv 2410.21680); ``per_day`` is their N * r_f."""
-    lost = per_day / DAY_S * (restart_s + interval_s / 2)
-    return max(0.0, 1 - lost) / (1 + save_cost_s / interval_s)
-
-
 # ---------------------------------------------------------------- the interval
 
 

@@ -8,7 +8,7 @@ phases in any order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swansong_bucket.format.farewell import RecordedEvacuation, TimelineEntry
 from swansong_bucket.loss_records import Resumption
@@ -122,12 +122,24 @@ def course(
         _training(recorded, interruption),
         _grace(recorded),
         _forecast(first),
-        _waiting(first),
+        _waiting(
+            first,
+            "waiting_for_trainer",
+            "request",
+            "No trainer",
+            "The daemon waits for a trainer that it can ask for a checkpoint.",
+        ),
         _request(first),
         _save(first),
         _upload(first),
         _commit(first),
-        _peers(first),
+        _waiting(
+            first,
+            "waiting_for_peers",
+            "complete",
+            "Other VMs",
+            "The checkpoint is whole once all VMs of the job have committed their parts.",
+        ),
         _follow_ups(follow_ups),
     )
     next_vm = () if interruption is None else _next_vm(recorded, interruption, resumption)
@@ -206,18 +218,15 @@ def _forecast(entries: Sequence[TimelineEntry]) -> Lane | None:
     return Lane("Forecast", note, bars, "Expected time from the request to the commit.")
 
 
-def _waiting(entries: Sequence[TimelineEntry]) -> Lane | None:
-    bars = _between(
-        entries, begins=("waiting_for_trainer",), ends=("request", "verdict", "withdrawn"), fails=()
-    )
+def _waiting(
+    entries: Sequence[TimelineEntry], begin: str, end: str, name: str, explained: str
+) -> Lane | None:
+    """The daemon waits from the phase ``begin`` to the phase ``end``."""
+    bars = _between(entries, begins=(begin,), ends=(end, "verdict", "withdrawn"), fails=())
     if not bars:
         return None
-    return Lane(
-        "No trainer",
-        human_span(_union_s(bars)),
-        _of_kind("idle", bars),
-        "The daemon waits for a trainer that it can ask for a checkpoint.",
-    )
+    idle = tuple(replace(bar, kind="idle") for bar in bars)
+    return Lane(name, human_span(_union_s(bars)), idle, explained)
 
 
 def _request(entries: Sequence[TimelineEntry]) -> Lane | None:
@@ -304,20 +313,6 @@ def _commit(entries: Sequence[TimelineEntry]) -> Lane | None:
     return Lane("Commit", note, bars, "The manifest is created: from here on the step is durable.")
 
 
-def _peers(entries: Sequence[TimelineEntry]) -> Lane | None:
-    bars = _between(
-        entries, begins=("waiting_for_peers",), ends=("complete", "verdict", "withdrawn"), fails=()
-    )
-    if not bars:
-        return None
-    return Lane(
-        "Other VMs",
-        human_span(_union_s(bars)),
-        _of_kind("idle", bars),
-        "The checkpoint is whole once all VMs of the job have committed their parts.",
-    )
-
-
 def _follow_ups(entries: Sequence[TimelineEntry]) -> Lane | None:
     bars = _between(
         entries,
@@ -365,10 +360,6 @@ def _between(
     if from_s is not None and entries[-1].at_s > from_s:
         bars.append(Bar("failed", from_s, entries[-1].at_s))
     return tuple(bars)[:BARS_MAX]
-
-
-def _of_kind(kind: str, bars: Iterable[Bar]) -> tuple[Bar, ...]:
-    return tuple(Bar(kind, bar.from_s, bar.to_s) for bar in bars)
 
 
 def _union_s(bars: Iterable[Bar]) -> float:

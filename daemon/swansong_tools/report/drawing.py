@@ -71,7 +71,6 @@ class Gantt:
 
     height: int
     lanes_top: int
-    lanes_bottom: int
     rates_top: int
     """Top of the bandwidth; only if there are rates."""
     axis_top: int
@@ -110,14 +109,13 @@ def gantt(picture: Picture) -> Gantt:
             rows.append(PlacedRow(y, lane=lane, note_lines=note_lines))
             y += LANE_PIXELS + (len(note_lines) - 1) * LABEL_PIXELS
     rates_top = y + HEADING_PIXELS
-    lanes_bottom = rates_top + RATES_PIXELS if picture.rates else y
+    axis_top = rates_top + RATES_PIXELS if picture.rates else y
     break_rows = 1 + max((each.row for each in picture.breaks), default=-1)
     return Gantt(
-        height=lanes_bottom + (1 + break_rows) * LABEL_PIXELS + 8,
+        height=axis_top + (1 + break_rows) * LABEL_PIXELS + 8,
         lanes_top=lanes_top,
-        lanes_bottom=lanes_bottom,
         rates_top=rates_top,
-        axis_top=lanes_bottom,
+        axis_top=axis_top,
         rows=tuple(rows),
         moments=picture.moments,
         rates=picture.rates,

@@ -3,9 +3,9 @@
 
     python drive.py SCRIPT DIRECTORY STAGING
 
-The environment names the socket of a daemon.  Each start is a fork of this process, which has imported the
-hooks; its output goes to a file in DIRECTORY.  Lines of JSON with ``saved`` or ``final`` name checkpoints,
-between the lines that the trainer prints.
+The environment names the socket of a daemon.  Each start is a fork of this process, which has imported all
+that a trainer imports; its output goes to a file in DIRECTORY.  Lines of JSON with ``saved`` or ``final``
+name checkpoints, between the lines that the trainer prints.
 
 ``reference`` is the uninterrupted run, and ``from-N`` is resumed from its checkpoint N.  ``once`` is resumed
 and saves again, and ``twice`` is resumed from one of its checkpoints.
@@ -25,9 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import swansong.torch  # noqa: F401 - for the forks
 import torch
 from swansong._ranks.agreement import Due
 from swansong.guard import RESTORE_ENV, Guard
+from torch.utils.data import DataLoader
 
 sys.path.insert(1, str(Path(__file__).parents[3]))
 from testkit.waiting import until
@@ -106,6 +108,7 @@ def start(script: str, output: Path, restore: str | None, *, saves: bool) -> lis
 
 def main() -> None:
     script, directory, staging = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    assert list(DataLoader([0])) == [0]  # the first batch imports a module
     if "torch.compile" in Path(script).read_text():  # the first call imports for two seconds
         torch.compile(torch.neg, backend="eager")(torch.ones(1))
     *saved, _ = start(script, directory / "reference", None, saves=True)

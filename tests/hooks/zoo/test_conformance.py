@@ -25,6 +25,11 @@ HOOKS = Path(swansong.__file__).parents[1]
 HERE = Path(__file__).parent
 TRAINERS = sorted((HERE / "trainers").glob("*.py"))
 ENVIRONMENT = {"PYTHONPATH": str(HOOKS), "OMP_NUM_THREADS": "1"}
+WITHOUT_OPTIMIZER = """
+import runpy, sys, torch
+torch.optim.Optimizer.load_state_dict = lambda self, state: None
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -71,23 +76,12 @@ def test_resumed_at_any_moment(
     assert not problems, "\n".join(problems[:20])
 
 
-@pytest.mark.parametrize(
-    ("mutant", "trainer", "line"),
-    [
-        ("generator", "reinforce", "  generators.torch differs"),
-        ("loader", "gan", "  loader: batch 5 of epoch 0 instead of batch 4"),
-        ("scheduler", "curriculum", "  scheduler: 'last_epoch' is "),
-        ("optimizer", "lbfgs", "  optimizer: 'state.0.func_evals' is "),
-    ],
-)
-def test_a_resume_that_lacks_something_is_named(
-    tmp_path: Path, warm_python: str, mutant: str, trainer: str, line: str
-) -> None:
-    """The conformance of the zoo is not empty: each part that is not restored is found and named."""
-    script = HERE / "trainers" / f"{trainer}.py"
+def test_a_resume_that_lacks_something_is_named(tmp_path: Path, warm_python: str) -> None:
+    """A value of the optimizer that is not restored is found at its first step, and named."""
+    script = HERE / "trainers" / "lbfgs.py"
     with pytest.raises(ResumeMismatchError) as raised:
         check_resume(
-            [warm_python, str(HERE / "mutant.py"), mutant, str(script)],
+            [warm_python, "-c", WITHOUT_OPTIMIZER, str(script)],
             steps=7,
             kill_at=[3],
             directory=tmp_path,
@@ -95,4 +89,4 @@ def test_a_resume_that_lacks_something_is_named(
         )
     text = str(raised.value)
     assert re.search(r"^step [456] is the first whose loss differs", text, re.MULTILINE)
-    assert f"\n{line}" in text, text
+    assert "\n  optimizer: 'state.0.func_evals' is " in text, text

@@ -52,6 +52,7 @@ from swansong_tools.doctor.host import (
 from swansong_tools.doctor.installation import (
     DaemonAnswer,
     Installation,
+    Options,
     ask_nothing,
     daemon_account,
     grace_s,
@@ -89,9 +90,14 @@ def config(**tables: dict[str, object]):  # noqa: ANN201
     return parse({**base, **tables})
 
 
-def installation(answer: DaemonStatus | None = None, **tables: dict[str, object]) -> Installation:
+def installation(
+    answer: DaemonStatus | None = None,
+    options: Options = Options(),  # noqa: B008 - it is frozen
+    **tables: dict[str, object],
+) -> Installation:
     """A VM whose daemon has this status; None: no daemon answers."""
     return Installation(
+        options=options,
         path=Path("/etc/swansong/swansong.toml"),
         configured=config(**tables),
         user=daemon_account(),

@@ -11,16 +11,10 @@ from pathlib import Path
 import pytest
 from swansong_tools.doctor import reporting
 from swansong_tools.doctor.findings import Judgement, Level
-from swansong_tools.doctor.installation import (
-    DaemonAnswer,
-    Installation,
-    ask_nothing,
-    own_account,
-)
-from swansongd.config.config import parse
 from swansongd.observe.status import DaemonStatus, MetricsStatus
 
 from testkit.status_picture import status
+from tests.unit.doctor.test_doctor import installation
 
 LOOPBACK = "127.0.0.1:9469"
 EDIT = "sudoedit /etc/swansong/swansong.toml"
@@ -30,23 +24,12 @@ def answering(metrics: MetricsStatus | None) -> DaemonStatus:
     return replace(status(0.0), metrics=metrics)
 
 
-def installation(answer: DaemonStatus | None = None, **metrics: str) -> Installation:
-    """A VM whose daemon has this status; None: no daemon answers."""
-    tables = {"run": {"name": "r"}, "staging": {"path": "/s"}, "store": {"url": "s3://bucket"}}
-    return Installation(
-        path=Path("/etc/swansong/swansong.toml"),
-        configured=parse({**tables, "metrics": metrics}),
-        user=own_account(),
-        ask=ask_nothing if answer is None else lambda _: DaemonAnswer(answer, 0),
-    )
-
-
 def judged(address: str, answer: DaemonStatus | None = None) -> Judgement:
-    return reporting.metrics_address(installation(answer, listen=address))
+    return reporting.metrics_address(installation(answer, metrics={"listen": address}))
 
 
 def judge_directory(directory: Path) -> Judgement:
-    return reporting.textfile(installation(textfile=str(directory / "swansong.prom")))
+    return reporting.textfile(installation(metrics={"textfile": str(directory / "swansong.prom")}))
 
 
 def test_the_daemon_itself_reports_whether_it_serves_its_metrics() -> None:

@@ -3,28 +3,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from swansong_bucket.errors import Permanent
 from swansong_tools.doctor import checks
 from swansong_tools.doctor import store as of_store
 from swansong_tools.doctor.findings import Finding, examine
-from swansong_tools.doctor.installation import Installation, own_account
-from swansongd.config.config import Config, parse
 
 from testkit.memory_store import MemoryStore
-
-
-def the_config(mirror: str | None) -> Config:
-    return parse(
-        {
-            "run": {"name": "run"},
-            "staging": {"path": "/staging"},
-            "store": {"url": "s3://bucket/a"},
-            "mirror": {} if mirror is None else {"url": mirror},
-        }
-    )
+from tests.unit.doctor.test_doctor import installation
 
 
 @pytest.fixture
@@ -35,7 +21,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
 
 
 def findings(mirror: str | None) -> list[Finding]:
-    vm = Installation(path=Path("/c"), configured=the_config(mirror), user=own_account())
+    vm = installation(mirror={} if mirror is None else {"url": mirror})
     return list(examine(vm, [each for each in checks.STORE if each.name == "mirror"]))
 
 

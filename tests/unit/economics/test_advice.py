@@ -163,7 +163,6 @@ def test_the_bill_has_the_amounts_of_a_day() -> None:
     assert day.interruptions_gpu_s == pytest.approx(
         8 * (found.redone_s + found.stall_s + found.down_s - unpaid_s)
     )
-    assert day.fault_tolerance is not None
     assert day.saved == pytest.approx(day.on_demand - day.spot - day.storage - day.requests)
     assert day.days == pytest.approx(10**6 * 0.5 / DAY_S / found.ettr)
     assert bill(made, used, Prices()).saved_share is None

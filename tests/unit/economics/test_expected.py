@@ -19,7 +19,6 @@ from swansong_tools.economics.expected import (
     expected,
     fit,
     margin,
-    meta_ettr,
     scaled,
 )
 from swansongd.core.pace import Figure, Pace
@@ -121,13 +120,12 @@ def test_the_best_interval_loses_least_in_simulated_runs(up_s: float, cost_s: fl
 
 
 def test_without_notices_the_ratio_is_that_of_meta() -> None:
-    """E[ETTR] of arXiv 2410.21680, where a checkpoint is stored in no time."""
+    """E[ETTR] of arXiv 2410.21680, where a checkpoint is stored in no time; ``per_day`` is their N * r_f."""
     made = replace(
         silent(6 * 3600.0, 5.0), measured=Measurements(save_s=0.0, save_bytes=0), interval_s=500.0
     )
-    of_meta = meta_ettr(
-        per_day=made.per_day, restart_s=DOWN_S, interval_s=500.0, save_cost_s=made.save_cost_s
-    )
+    lost_share = made.per_day / DAY_S * (DOWN_S + 500.0 / 2)
+    of_meta = (1 - lost_share) / (1 + made.save_cost_s / 500.0)
     assert expected(made).ettr == pytest.approx(of_meta, abs=2e-4)
 
 

@@ -9,26 +9,14 @@ from typing import Any
 
 import pytest
 from swansong_bucket.format.farewell import RecordedEvacuation
-from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.loss_records import NoticeRecord
 from swansong_bucket.model import PEER_SOURCE, Verdict, merged_health
-from swansong_bucket.runs import history
 from swansong_bucket.runs.history import RunHistory
-from swansong_bucket.runs.run import Run
 from swansong_tools.economics import loss as losses
 from swansong_tools.report import facts
 from swansong_tools.report.facts import Story, comparisons, sentences, stories
 
 from testkit import past_run
-from testkit.memory_store import MemoryStore
-
-
-@pytest.fixture(scope="module")
-def past() -> RunHistory:
-    """The second evacuation ends with the VM, 29 s after its notice of 30 s."""
-    store = MemoryStore()
-    past_run.write(store)
-    return history.read(Run.listed(store, RunKeys(past_run.RUN)))
 
 
 def told(past: RunHistory, *evacuations: RecordedEvacuation) -> list[Story]:

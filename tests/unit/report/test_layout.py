@@ -9,29 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from swansong_bucket.format.farewell import RecordedEvacuation
-from swansong_bucket.format.keys import RunKeys
-from swansong_bucket.runs import history
-from swansong_bucket.runs.run import Run
+from swansong_bucket.runs.history import RunHistory
 from swansong_tools.economics import loss as losses
 from swansong_tools.economics.loss import Interruption
 from swansong_tools.report.course import Bar, Course, Lane, course
 from swansong_tools.report.facts import stories
 from swansong_tools.report.layout import Picture, picture
 
-from testkit import past_run
 from testkit.hostile_farewells import evacuations, interruptions
-from testkit.memory_store import MemoryStore
 
 
-@pytest.fixture(scope="module")
-def past() -> history.RunHistory:
-    """A preemption with a follow-up, and one during which the store failed."""
-    store = MemoryStore()
-    past_run.write(store)
-    return history.read(Run.listed(store, RunKeys(past_run.RUN)))
-
-
-def course_of(past: history.RunHistory, place: int) -> Course:
+def course_of(past: RunHistory, place: int) -> Course:
     loss = losses.loss(past.lives.lives)
     story = stories(past, loss)[place]
     return course(story.recorded, story.interruption, story.resumption)
@@ -42,7 +30,7 @@ def lane(of: Course, name: str) -> Lane:
     return found
 
 
-def test_the_lanes_of_a_preemption(past: history.RunHistory) -> None:
+def test_the_lanes_of_a_preemption(past: RunHistory) -> None:
     """From the notice to the first new step; the follow-up does not move the verdict."""
     made = course_of(past, 0)
     assert [each.name for each in made.old_vm] == [
@@ -63,7 +51,7 @@ def test_the_lanes_of_a_preemption(past: history.RunHistory) -> None:
     assert lane(made, "Follow-ups").note == "1 of 1 committed, step 5119"
 
 
-def test_the_parts_of_the_resumption_are_those_of_the_loss(past: history.RunHistory) -> None:
+def test_the_parts_of_the_resumption_are_those_of_the_loss(past: RunHistory) -> None:
     """They follow each other from the last step to the first new one, and their lengths are the figures."""
     made = course_of(past, 0)
     loss = losses.loss(past.lives.lives)
@@ -74,7 +62,7 @@ def test_the_parts_of_the_resumption_are_those_of_the_loss(past: history.RunHist
     assert all(before.to_s == after.from_s for before, after in pairwise(bars))
 
 
-def test_an_upload_that_did_not_finish_is_marked(past: history.RunHistory) -> None:
+def test_an_upload_that_did_not_finish_is_marked(past: RunHistory) -> None:
     """The store failed: there is no commit, and the bar has the colour of a failure."""
     made = course_of(past, 1)
     (bar,) = lane(made, "Upload").bars
@@ -83,7 +71,7 @@ def test_an_upload_that_did_not_finish_is_marked(past: history.RunHistory) -> No
     assert "Commit" not in [each.name for each in made.lanes]
 
 
-def test_the_bandwidth_adds_up_to_the_bytes_sent(past: history.RunHistory) -> None:
+def test_the_bandwidth_adds_up_to_the_bytes_sent(past: RunHistory) -> None:
     """Also after narrow columns were joined."""
     for place in (0, 1):
         recorded = past.evacuations.evacuations[place]
@@ -95,7 +83,7 @@ def test_the_bandwidth_adds_up_to_the_bytes_sent(past: history.RunHistory) -> No
         assert len(placed.rates) < 120
 
 
-def test_hours_without_a_vm_are_left_out(past: history.RunHistory) -> None:
+def test_hours_without_a_vm_are_left_out(past: RunHistory) -> None:
     """The evacuation keeps a quarter of the width although the cloud had no VM for hours."""
     placed = picture(course_of(past, 1))
     (only,) = placed.breaks
@@ -104,7 +92,7 @@ def test_hours_without_a_vm_are_left_out(past: history.RunHistory) -> None:
     assert notice.bars[0].width > 0.25
 
 
-def test_the_longest_part_of_a_resumption_looks_longest(past: history.RunHistory) -> None:
+def test_the_longest_part_of_a_resumption_looks_longest(past: RunHistory) -> None:
     """Also if most of it is left out: 3 h 36 min without a VM are no shorter than a boot of 21 s."""
     for place in (0, 1):
         made = course_of(past, place)

@@ -61,11 +61,8 @@ def made(found: RunHistory, run: str = "my-run", **fields: object) -> RunReport:
 
 
 @pytest.fixture(scope="module")
-def past() -> RunReport:
-    store = MemoryStore()
-    past_run.write(store)
-    found = history.read(Run.listed(store, RunKeys(past_run.RUN)))
-    return made(found, amounts=(Amount("GPU time on spot VMs", "12.00 USD"),))
+def past_report(past: RunHistory) -> RunReport:
+    return made(past, amounts=(Amount("GPU time on spot VMs", "12.00 USD"),))
 
 
 def parsed(text: str) -> ET.Element:
@@ -82,12 +79,12 @@ def shown(root: ET.Element) -> str:
     return " ".join(" ".join(root.itertext()).split())
 
 
-def test_the_page_of_a_run(past: RunReport) -> None:
+def test_the_page_of_a_run(past_report: RunReport) -> None:
     """Key figures, both evacuations with their verdicts, loss, ETTR, commits and cost."""
-    text = shown(parsed(page.html(past)))
-    assert past.loss is not None
+    text = shown(parsed(page.html(past_report)))
+    assert past_report.loss is not None
     for fact in (
-        f"{past.loss.ettr:.2%}",
+        f"{past_report.loss.ettr:.2%}",
         "2026-11-22 02:43:45 UTC, generation 1",
         "The verdict is SAFE: the requested checkpoint is committed",
         "1,187 steps had to be done again",
@@ -106,11 +103,11 @@ def test_the_page_of_a_run_without_a_past() -> None:
     assert "no evacuation is recorded" in [line.plain for line in report_text.lines(report)]
 
 
-def test_damaged_farewells_and_objects_that_were_not_read_are_named(past: RunReport) -> None:
+def test_damaged_farewells_and_objects_that_were_not_read_are_named(past_report: RunReport) -> None:
     """On the page and in the text."""
     evacuated = Evacuations(evacuations=(), farewells_left_out=7, damaged=("r/farewells/x.json",))
     found = RunHistory(
-        commits=Commits(commits=past.history.commits.commits, left_out=1234),
+        commits=Commits(commits=past_report.history.commits.commits, left_out=1234),
         evacuations=evacuated,
         lives=Lives(()),
     )
@@ -123,35 +120,35 @@ def test_damaged_farewells_and_objects_that_were_not_read_are_named(past: RunRep
     assert "1 records are damaged" in plain
 
 
-def test_a_notice_that_the_vm_has_outlived_is_no_lost_vm(past: RunReport) -> None:
+def test_a_notice_that_the_vm_has_outlived_is_no_lost_vm(past_report: RunReport) -> None:
     """A drill before a preemption: training continued."""
-    drill, *others = past.history.evacuations.evacuations
+    drill, *others = past_report.history.evacuations.evacuations
     again = replace(drill, evacuation_id="later", opened_wall_s=drill.opened_wall_s + 600)
-    evacuations = replace(past.history.evacuations, evacuations=(drill, again, *others))
-    first = made(replace(past.history, evacuations=evacuations)).stories[-1]
+    evacuations = replace(past_report.history.evacuations, evacuations=(drill, again, *others))
+    first = made(replace(past_report.history, evacuations=evacuations)).stories[-1]
     text = " ".join(sentences(first))
     assert "The VM outlived this deadline" in text
     assert "No later VM" not in text
 
 
-def test_the_newest_commit_is_one_that_a_restore_can_take(past: RunReport) -> None:
+def test_the_newest_commit_is_one_that_a_restore_can_take(past_report: RunReport) -> None:
     """A damaged manifest at the end names no step to resume from."""
-    commits = past.history.commits
+    commits = past_report.history.commits
     broken = replace(commits.commits[-1], is_whole=False)
     damaged = replace(commits, commits=(*commits.commits[:-1], broken))
     assert damaged.newest_whole == commits.commits[-2]
-    found = made(replace(past.history, commits=damaged))
+    found = made(replace(past_report.history, commits=damaged))
     assert "1 newer ones are not whole" in shown(parsed(page.html(found)))
     plain = "\n".join(line.plain for line in report_text.lines(found))
     assert f"newest step {commits.commits[-2].ref.step}" in plain
     assert re.search(r"^ +1 newer ones are not whole$", plain, re.MULTILINE), "not cut off"
 
 
-def test_a_long_note_takes_several_lines(past: RunReport) -> None:
+def test_a_long_note_takes_several_lines(past_report: RunReport) -> None:
     """SVG does not wrap text: the lines fit a phone, contain the whole note, and push the bars down."""
-    lane = past.stories[0].picture.old_vm[0]
+    lane = past_report.stories[0].picture.old_vm[0]
     for note in ("until about step 173,040,000, then from 161,170,000", "w" * 64, ""):
-        long = replace(past.stories[0].picture, old_vm=(replace(lane, note=note), lane))
+        long = replace(past_report.stories[0].picture, old_vm=(replace(lane, note=note), lane))
         _, row, below, *_ = drawing.gantt(long).rows
         assert len(lane.name + row.note_lines[0]) <= drawing.NOTE_CHARACTERS
         assert max(map(len, row.note_lines)) <= drawing.NOTE_CHARACTERS
@@ -159,18 +156,18 @@ def test_a_long_note_takes_several_lines(past: RunReport) -> None:
         assert below.top - row.bars_top == drawing.LANE_PIXELS - 17
 
 
-def test_wide_characters_make_no_line_of_the_terminal_longer(past: RunReport) -> None:
+def test_wide_characters_make_no_line_of_the_terminal_longer(past_report: RunReport) -> None:
     """A name, a note and the key of a damaged record are cut by columns, not by characters."""
-    first, *others = past.stories
+    first, *others = past_report.stories
     lane = replace(first.picture.old_vm[0], name="\U00017e04" * 70, note="\U00017e04" * 70)
     wide = replace(first, picture=replace(first.picture, old_vm=(lane,)))
-    found = replace(past, stories=(wide, *others), run="\U00017e04" * 70)
+    found = replace(past_report, stories=(wide, *others), run="\U00017e04" * 70)
     assert all(line.cell_len < 80 for line in report_text.lines(found))
 
 
-def test_every_picture_has_a_title(past: RunReport) -> None:
+def test_every_picture_has_a_title(past_report: RunReport) -> None:
     """Screen readers announce each picture; tables have headers with a scope."""
-    root = parsed(page.html(past))
+    root = parsed(page.html(past_report))
     pictures = [svg for svg in root.iter("svg") if svg.get("role") == "img"]
     ids = {element.get("id") for element in root.iter() if element.get("id")}
     assert len(pictures) == 5
@@ -235,10 +232,10 @@ def test_a_wide_character_takes_two_columns(reason: str) -> None:
     assert "".join("".join(line.plain.split()) for line in lines).count("⼀") == reason.count("⼀")
 
 
-def test_the_text_fits_80_columns(past: RunReport) -> None:
+def test_the_text_fits_80_columns(past_report: RunReport) -> None:
     """With and without Unicode; the bars of the text lie below each other."""
     for is_unicode in (True, False):
-        lines = [line.plain for line in report_text.lines(past, is_unicode=is_unicode)]
+        lines = [line.plain for line in report_text.lines(past_report, is_unicode=is_unicode)]
         assert max(map(len, lines)) < 80
         upload = next(line for line in lines if line.startswith("Upload"))
         assert ("▒" if is_unicode else "x") in upload
