@@ -212,7 +212,6 @@ def test_a_damaged_commit_is_skipped_and_reported(
     assert reason in findings[0].problem
 
 
-@pytest.mark.fault("G07")
 class Omitting(FileStore):
     """A store whose listings omit every second key, as a server with wrong page tokens does."""
 
@@ -433,21 +432,6 @@ def test_the_error_does_not_grow_with_the_number_of_damaged_commits(
         restore(
             store, KEYS, RestoreTarget(to), Selection(step=None, wanted=lambda _ref, _health: False)
         )
-
-
-def test_a_shard_that_two_commits_share_is_reported_for_both(
-    store: FileStore, tmp_path: Path
-) -> None:
-    """verify reads a shared shard once, and names each commit that depends on it."""
-    made = commit(store, {"a": b"x"}, step=300)
-    again = replace(made, step=400)
-    store.put(KEYS.commit(CommitRef(1, 400), 0, 1), manifest.encode(again))
-    flip_bit(in_store(tmp_path, 300, "a"), 0)
-    assert [finding.ref.step for finding in verify(store, KEYS).defects] == [400, 300]
-    assert [finding.ref.step for finding in verify(store, KEYS, step=400).defects] == [400]
-    assert verify(store, KEYS, step=100).defects == []
-    with pytest.raises(NothingToRestore):
-        verify(store, KEYS, step=500)
 
 
 # ---------------------------------------------------------------- failing stores

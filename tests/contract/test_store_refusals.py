@@ -42,28 +42,33 @@ COMMON = [
     (411, "MissingContentLength", Permanent, ""),
     (501, "NotImplemented", Permanent, ""),
 ]
-S3_ONLY = [
-    pytest.param(400, "BadDigest", Transient, "", marks=pytest.mark.fault("O13")),
-    (400, "RequestTimeout", Transient, ""),
-    (403, "AccessDenied", Permanent, "s3:ListBucket"),
-    (403, "InvalidAccessKeyId", Permanent, "instance role"),
-    (403, "SignatureDoesNotMatch", Permanent, "instance role"),
-    pytest.param(400, "ExpiredToken", Permanent, "instance role", marks=pytest.mark.fault("O05")),
-    pytest.param(403, "RequestTimeTooSkewed", Permanent, "clock", marks=pytest.mark.fault("O06")),
+OF_ONE_SERVICE = [
+    pytest.param("s3", 400, "BadDigest", Transient, "", marks=pytest.mark.fault("O13")),
+    ("s3", 400, "RequestTimeout", Transient, ""),
+    ("s3", 403, "AccessDenied", Permanent, "s3:ListBucket"),
+    ("s3", 403, "InvalidAccessKeyId", Permanent, "instance role"),
+    ("s3", 403, "SignatureDoesNotMatch", Permanent, "instance role"),
     pytest.param(
+        "s3", 400, "ExpiredToken", Permanent, "instance role", marks=pytest.mark.fault("O05")
+    ),
+    pytest.param(
+        "s3", 403, "RequestTimeTooSkewed", Permanent, "clock", marks=pytest.mark.fault("O06")
+    ),
+    pytest.param(
+        "s3",
         400,
         "IllegalLocationConstraintException",
         Permanent,
         "store.region",
         marks=pytest.mark.fault("O07"),
     ),
+    ("gcs", 403, "AccessDenied", Permanent, "service account"),
+    pytest.param(
+        "gcs", 401, "Unauthorized", Permanent, "service account", marks=pytest.mark.fault("O05")
+    ),
 ]
 KINDS = (Transient, NotFound, Exists, Permanent)
 """All that the contract knows; the last one is the base of the two before it."""
-GCS_ONLY = [
-    (403, "AccessDenied", Permanent, "service account"),
-    pytest.param(401, "Unauthorized", Permanent, "service account", marks=pytest.mark.fault("O05")),
-]
 
 
 def refusal_is_classified(
@@ -100,28 +105,17 @@ def test_refusals(
     refusal_is_classified(cloud, status, code, wanted, hint)
 
 
-@pytest.mark.parametrize(("status", "code", "wanted", "hint"), S3_ONLY)
-def test_refusals_of_s3(
+@pytest.mark.parametrize(("kind", "status", "code", "wanted", "hint"), OF_ONE_SERVICE)
+def test_refusals_of_one_service(  # noqa: PLR0917 - the table above
     open_cloud: Callable[[str], Cloud],
+    kind: str,
     status: int,
     code: str,
     wanted: type[StoreError],
     hint: str,
 ) -> None:
-    """Codes of S3 alone, each with its hint."""
-    refusal_is_classified(open_cloud("s3"), status, code, wanted, hint)
-
-
-@pytest.mark.parametrize(("status", "code", "wanted", "hint"), GCS_ONLY)
-def test_refusals_of_gcs(
-    open_cloud: Callable[[str], Cloud],
-    status: int,
-    code: str,
-    wanted: type[StoreError],
-    hint: str,
-) -> None:
-    """Statuses with another meaning in GCS, each with its hint."""
-    refusal_is_classified(open_cloud("gcs"), status, code, wanted, hint)
+    """Codes of S3 alone, and statuses with another meaning in GCS, each with its hint."""
+    refusal_is_classified(open_cloud(kind), status, code, wanted, hint)
 
 
 LONG = "x" * 5000

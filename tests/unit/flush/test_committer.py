@@ -645,22 +645,10 @@ def test_the_run_is_read_when_the_directory_of_the_store_exists(
         assert rig.claim(committer) == GenerationClaimed(START, 1, None)
 
 
-def test_the_claim_is_retried_until_the_store_works(rig: CommitterRig) -> None:
-    """The health is not OK during the outage, and OK after the claim."""
-    with rig.committer() as committer:
-        assert committer.drain(10)
-        with rig.outage():
-            committer.claim(ClaimGeneration(START))
-            until(rig.is_failing, what="the first failure")
-        committer.expedite()
-        assert rig.next() == GenerationClaimed(START, 1, None)
-        assert rig.health[-1:] == [Health.OK]
-
-
-def test_a_notice_cuts_the_backoff_of_the_claim_short(
+def test_the_claim_is_retried_and_a_notice_cuts_its_backoff_short(
     rig: CommitterRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``expedite`` ends a pause of 1000 s."""
+    """``expedite`` ends a pause of 1000 s.  The health is not OK in the outage, and OK after the claim."""
     monkeypatch.setattr(committers, "_CLAIM_RETRY_S", 1000.0)
     monkeypatch.setattr(committers, "_CLAIM_RETRY_S_MAX", 1000.0)
     with rig.committer() as committer:
@@ -670,6 +658,7 @@ def test_a_notice_cuts_the_backoff_of_the_claim_short(
             until(rig.is_failing, what="the first failure")
         committer.expedite()
         assert rig.next() == GenerationClaimed(START, 1, None)
+        assert rig.health[-1:] == [Health.OK]
 
 
 # ---------------------------------------------------------------- requests
@@ -693,14 +682,6 @@ def test_a_commit_creates_the_manifest_and_posts_commit_done(
     made = manifest.decode(rig.store.get(key))
     assert (made.run, made.generation, made.step, made.nonce) == ("r", 1, 10, "abc")
     assert made.created == NOW
-
-
-def test_the_same_commit_twice_creates_one_manifest(rig: CommitterRig, working: Committer) -> None:
-    """After a lost reply the request is repeated; it finds its own nonce in the manifest, and succeeds."""
-    for _ in range(2):
-        working.commit(a_request())
-        assert rig.next() == CommitDone("f10", CommitRef(1, 10))
-    assert len(stored(rig, KEYS.commits)) == 1
 
 
 def test_another_set_of_the_same_step_is_a_conflict(rig: CommitterRig, working: Committer) -> None:

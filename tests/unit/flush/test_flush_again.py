@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from swansong_bucket.errors import Exists, Permanent, Transient
 from swansong_bucket.format.keys import RunKeys
-from swansong_bucket.model import Chunk, CommitRef
+from swansong_bucket.model import CommitRef
 from swansongd.core.events import Flushed, FlushFailed, FlushProgress
 from swansongd.flush.sender import chunk_nonce
 
@@ -167,16 +167,6 @@ def test_a_file_that_changed_before_the_seal_is_sent_again(flush: FlushRig) -> N
     os.rename(flush.run_directory / PARTIAL, flush.run_directory / SET)
     flush.flushed(found_set(flush.run_directory))
     assert flush.store.bytes_sent == 1500 + 1500 + 4
-
-
-def test_equal_chunks_are_sent_once(tmp_path: Path) -> None:
-    """Equal bytes of one file, of several files, and of several sets."""
-    flush = FlushRig(tmp_path, connections=1)
-    content = {"a": bytes(9 * CHUNK), "b": bytes(CHUNK), "c": noise(CHUNK) + bytes(CHUNK)}
-    flush.flushed(staged_set(flush.run_directory, content))
-    content |= {"d": bytes(3 * CHUNK)}
-    flush.flushed(staged_set(flush.run_directory, content, step=6, directory="s-6"))
-    assert flush.store.bytes_sent == 2 * CHUNK
 
 
 def test_one_of_two_equal_chunks_that_are_created_at_once_is_named(
@@ -419,16 +409,6 @@ def test_a_flush_may_last_longer_than_that_age(flush: FlushRig) -> None:
     assert flush.store.bytes_sent == staged.size_bytes
 
 
-def test_a_file_that_changed_before_the_restart_is_sent(flush: FlushRig) -> None:
-    """Chunks are known by their bytes alone."""
-    stored = interrupt_and_restart(flush)
-    (flush.run_directory / SET / "large").write_bytes(noise(30 * CHUNK + 7, 99))
-    sent = flush.store.bytes_sent
-    staged = found_set(flush.run_directory)
-    flush.flushed(staged)
-    assert flush.store.bytes_sent - sent > staged.size_bytes - stored
-
-
 # ---------------------------------------------------------------------- after a commit
 
 
@@ -609,14 +589,6 @@ def test_progress_counts_named_chunks_as_stored_and_not_as_sent(flush: FlushRig)
     assert progress[-1] == FlushProgress("f", 18 * CHUNK, 0, 18 * CHUNK)
     held.set()
     assert isinstance(flush.outcome(), FlushFailed)
-
-
-def test_chunks_of_a_lost_set_are_named_by_the_next_one(flush: FlushRig) -> None:
-    """The set was not committed; this VM has created its chunks a short time ago."""
-    flush.flushed(staged_set(flush.run_directory, {"a": noise(3 * CHUNK)}))
-    done = flush.saved({"b": noise(3 * CHUNK)}, 6)
-    assert (done.bytes_sent, done.bytes_referenced) == (0, 0)
-    assert all(isinstance(extent.chunk, Chunk) for shard in done.shards for extent in shard.extents)
 
 
 @pytest.mark.fault("D02")

@@ -33,9 +33,8 @@ class Rig:
         self.mirror.objects = dict(self.store.objects)
         self.weights = made.shards[0].extents[1].chunk.key
 
-    def restore(self, *, with_mirror: bool = True) -> RestoreResult:
-        mirror = self.mirror if with_mirror else None
-        return restore(self.store, KEYS, RestoreTarget(self.to), mirror=mirror)
+    def restore(self) -> RestoreResult:
+        return restore(self.store, KEYS, RestoreTarget(self.to), mirror=self.mirror)
 
     def damage(self, how: str) -> None:
         """Spoil the newer commit in the store."""
@@ -68,13 +67,6 @@ def test_the_newest_commit_survives_a_damaged_store(rig: Rig, how: str) -> None:
     name = "manifest of generation 1 step 200" if how == "manifest" else "weights"
     assert restored.from_mirror == (name,)
     assert [line["what"] for line in logs if line["event"] == "read_from_mirror"] == [name]
-
-
-@pytest.mark.parametrize("how", ["flipped", "missing", "manifest"])
-def test_without_a_mirror_the_older_commit_is_restored(rig: Rig, how: str) -> None:
-    """The damage of the rig is real."""
-    rig.damage(how)
-    assert rig.restore(with_mirror=False).ref.step == 100
 
 
 def test_an_intact_store_sends_no_request_to_the_mirror(rig: Rig) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from blake3 import blake3
-from swansong_bucket.errors import Permanent, Transient
+from swansong_bucket.errors import NothingToRestore, Permanent, Transient
 from swansong_bucket.format import manifest
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.format.manifest import Manifest
@@ -85,26 +85,35 @@ def fix(store: MemoryStore, findings: Findings, **sources: object) -> list[Repai
 
 
 def test_a_chunk_that_several_commits_name_is_read_once(store: MemoryStore) -> None:
-    """One listing compares the sizes of all chunks of a generation."""
+    """So is each manifest.  One listing compares the sizes of all chunks of a generation."""
     findings = verify(store, KEYS)
     assert findings.defects == []
     assert findings.read_bytes == findings.size_bytes == len(LARGE) + CHUNK_BYTES + 1805
     assert (findings.objects, findings.shared) == (len(PIECES) + 2, len(PIECES))
-    reads = Counter(key for what, key in store.requests if what == "get" and KEYS.is_data(key))
-    assert reads == dict.fromkeys((key for key in store.objects if KEYS.is_data(key)), 1)
+    reads = Counter(key for what, key in store.requests if what == "get")
+    assert reads == dict.fromkeys(store.objects, 1)
     lists = {key for what, key in store.requests if what == "list" and key.startswith(KEYS.data)}
     assert lists == {f"{KEYS.data}00000001/"}
     assert store.count("head") == 0
 
 
 def test_damage_is_reported_for_the_commits_that_name_the_chunk(store: MemoryStore) -> None:
-    """The chunk that step 2 replaced damages step 1 alone; any other chunk damages both."""
+    """The chunk that step 2 replaced damages step 1 alone; any other chunk damages both.
+
+    A damaged chunk is read once more, and not once for each commit.
+    """
     flip(store, CHANGED.key)
     assert [defect.ref.step for defect in verify(store, KEYS).defects] == [1]
+    assert verify(store, KEYS, step=2).defects == []
     flip(store, FIRST.key)
+    store.requests.clear()
     findings = verify(store, KEYS)
     assert [defect.ref.step for defect in findings.defects] == [2, 1]
     assert set(findings.damaged) == {FIRST, CHANGED}
+    assert store.requests.count(("get", FIRST.key)) == 2
+    assert [defect.ref.step for defect in verify(store, KEYS, step=2).defects] == [2]
+    with pytest.raises(NothingToRestore):
+        verify(store, KEYS, step=3)
 
 
 def test_a_bit_that_flips_in_transit_is_no_damage(store: MemoryStore) -> None:
