@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from testkit import EXAMPLES, TRAINERS
-from testkit.clouds import Aws, Bucket, Gcp
+from testkit.clouds import Aws, Azure, Bucket, Gcp
 from testkit.emulators.process import EmulatorProcess
 from testkit.fake_nvml import FakeNvml, has_compiler
 from testkit.rig import Process, Vm, control
@@ -52,6 +52,13 @@ def gcp() -> Iterator[Gcp]:
     """The metadata server of the VM; ``preempted`` is FALSE."""
     with EmulatorProcess("testkit.emulators.gcp_metadata", "--port", "0") as emulator:
         yield Gcp(emulator.url)
+
+
+@pytest.fixture
+def azure() -> Iterator[Azure]:
+    """The metadata service of the VM, without an event."""
+    with EmulatorProcess("testkit.emulators.azure_imds", "--port", "0") as emulator:
+        yield Azure(emulator.url)
 
 
 @pytest.fixture

@@ -3,20 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
 from testkit.clouds import Azure, Bucket
-from testkit.emulators.process import EmulatorProcess
 from testkit.waiting import until
-
-
-@pytest.fixture
-def azure() -> Iterator[Azure]:
-    with EmulatorProcess("testkit.emulators.azure_imds") as emulator:
-        yield Azure(emulator.url)
 
 
 def test_an_eviction_ends_with_safe_and_is_approved_after_it(

@@ -21,7 +21,7 @@ import pytest
 from swansong_bucket.stores.file.tree import MARKER
 
 from testkit import TRAINERS
-from testkit.clouds import SPOT_PATH, Aws, Bucket, Gcp
+from testkit.clouds import SPOT_PATH, Aws, Azure, Bucket, Gcp
 from testkit.emulators.process import EmulatorProcess
 from testkit.rig import BIN, CREDENTIALS, Vm, control, environment
 from testkit.waiting import until
@@ -130,6 +130,21 @@ def test_a_good_installation_on_gcp_has_no_failure(new_vm: NewVm, gcp: Gcp, tmp_
         "stop-state", "create-if-absent", "upload", "commit", "read back", "delete",
     }  # fmt: skip
     assert findings["preemptible"]["found"] == "TRUE: a Spot VM"
+
+
+def test_a_vm_on_azure_is_asked_for_its_name_and_its_events(
+    new_vm: NewVm, bucket: Bucket, azure: Azure
+) -> None:
+    """Both answers are shown; without Scheduled Events an eviction would not be detected."""
+    vm = new_vm("a", bucket.store, metadata=azure.metadata)
+    vm.start_daemon()
+    _, findings = examine(vm)
+    assert names(findings, "ok") >= {"instance metadata", "Scheduled Events", "clock (metadata)"}
+    assert findings["instance metadata"]["found"] == "instance identity: trainers_0"
+    assert '"Events": []' in findings["Scheduled Events"]["found"]
+    control(azure.url, "fault", kind="status", value=404, path="/metadata/scheduledevents")
+    finding = only_failure(examine(vm), "Scheduled Events")
+    assert "az vm show " in finding["fix"]
 
 
 def test_people_get_lines_with_failures_last(vm: Vm) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from swansongd.sources import aws, aws_events
+from swansongd.sources import aws, aws_events, azure
 
 from swansong_tools.doctor import cloud, daemon, fixes, host, reporting, staging, store
 from swansong_tools.doctor.bucket import BucketChecks
@@ -104,7 +104,7 @@ _AS_DAEMON_CLOUD = (
         "metadata service",
         "skipped: no cloud is configured or detected",
         cloud.no_metadata,
-        applies=lambda vm: vm.cloud not in ("aws", "gcp"),
+        applies=lambda vm: vm.cloud == "none",
     ),
     _metadata(
         "aws",
@@ -135,13 +135,21 @@ _AS_DAEMON_CLOUD = (
     _gcp("maintenance-event", "maintenance in progress", "maintenance-event"),
     _gcp("upcoming-maintenance", "maintenance that is due", "upcoming-maintenance"),
     _gcp("stop-state", "a stop in progress", "shutdown-details/stop-state"),
+    _metadata("azure", "instance metadata", "the name of the VM", cloud.instance, "network"),
+    _metadata(
+        "azure",
+        "Scheduled Events",
+        "events that are due; the first answer can take two minutes",
+        cloud.metadata(azure.EVENTS_PATH, cloud.judge_events),
+        "instance metadata",
+    ),
     Check(
         "metadata",
         "clock (metadata)",
         "this VM's clock against the metadata service",
         cloud.metadata_clock,
-        ("IMDS token", "metadata server"),
-        applies=lambda vm: vm.cloud in ("aws", "gcp"),
+        ("IMDS token", "metadata server", "instance metadata"),
+        applies=lambda vm: vm.cloud != "none",
         limit_s=cloud.METADATA_LIMIT_S,
     ),
 )

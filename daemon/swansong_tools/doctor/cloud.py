@@ -13,7 +13,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from swansongd.sources import aws, gcp
+from swansongd.sources import aws, azure, gcp
 from swansongd.sources.metadata import (
     DEFAULT_URL,
     TIMEOUT_MAX_S,
@@ -59,11 +59,12 @@ _MANAGERS = ("systemd-networkd", "NetworkManager", "networking")
 _RESOLVERS = ("systemd-resolved", "NetworkManager")
 _NETWORKS = Path("/sys/class/net")
 _IFF_UP = 1
-_INSTANCE = {"aws": "/latest/meta-data/instance-id", "gcp": "id"}
+_INSTANCE = {"aws": "/latest/meta-data/instance-id", "gcp": "id", "azure": azure.NAME_PATH}
 _GCP = "/computeMetadata/v1/instance/"
 _FIX = {
     "aws": "aws ec2 modify-instance-metadata-options --instance-id ID --http-endpoint enabled",
     "gcp": "gcloud compute instances describe VM",
+    "azure": "az vm show --resource-group GROUP --name NAME",
 }
 _FIX_CLOCK = fixes.as_root("timedatectl set-ntp true")
 
@@ -80,7 +81,7 @@ def cloud(vm: Installation) -> Judgement:
     fix = fixes.edit(vm.path) if detected == "none" else fixes.set_key(vm.path, "cloud", "auto")
     if configured == "auto" and detected == "none":
         return warning(
-            "the firmware names neither AWS nor GCP: the daemon polls no metadata service "
+            "the firmware names no known cloud: the daemon polls no metadata service "
             "(sources.cloud = auto)",
             fix,
         )
@@ -95,7 +96,7 @@ def cloud(vm: Installation) -> Judgement:
 
 
 def _named(cloud: str) -> str:
-    return {"aws": "AWS", "gcp": "GCP"}.get(cloud, "no cloud")
+    return {"aws": "AWS", "gcp": "GCP", "azure": "Azure"}.get(cloud, "no cloud")
 
 
 def environment(vm: Installation) -> Judgement:
@@ -200,7 +201,7 @@ def metadata_fix(vm: Installation) -> str:
 
 
 def metadata(path: str, judge: Judge) -> Probe:
-    """The check of one path: of the whole address on AWS, below ``instance/`` on Google."""
+    """The check of one path, which is below ``instance/`` on Google."""
 
     def probe(vm: Installation) -> Judgement:
         try:
@@ -215,7 +216,12 @@ def metadata(path: str, judge: Judge) -> Probe:
 
 
 def instance(vm: Installation) -> Judgement:
-    return metadata(_INSTANCE[vm.cloud], judge_instance)(vm)
+    def judge(status: int, text: str) -> Judgement:
+        if status != 200:
+            return failure(f"instance identity request failed: HTTP {status}", metadata_fix(vm))
+        return ok(f"instance identity: {text}")
+
+    return metadata(_INSTANCE[vm.cloud], judge)(vm)
 
 
 def metadata_clock(vm: Installation) -> Judgement:
@@ -237,6 +243,8 @@ def _request(vm: Installation, path: str) -> MetadataResponse:
     ) as client:
         if vm.cloud == "gcp":
             return retry_timeouts(lambda: gcp.get(client, _GCP + path))
+        if vm.cloud == "azure":
+            return retry_timeouts(lambda: azure.get(client, path))
         session = vm.shared(_session)
         imds = aws.Imds(client, monotonic=time.monotonic, session=session)
         return retry_timeouts(lambda: imds.get(path))
@@ -244,12 +252,6 @@ def _request(vm: Installation, path: str) -> MetadataResponse:
 
 def _session(_: Installation) -> aws.ImdsSession:
     return aws.ImdsSession()
-
-
-def judge_instance(status: int, text: str) -> Judgement:
-    if status != 200:
-        return failure(f"instance identity request failed: HTTP {status}", _FIX["aws"])
-    return ok(f"instance identity: {text}")
 
 
 def judge_life_cycle(status: int, text: str) -> Judgement:
@@ -284,6 +286,12 @@ def judge_preempted(status: int, text: str) -> Judgement:
 
 def judge_optional(status: int, text: str) -> Judgement:
     return ok("404: no event" if status == 404 else text or "empty answer")
+
+
+def judge_events(status: int, text: str) -> Judgement:
+    if status != 200:
+        return failure(f"{status}: an eviction of this VM would not be detected", _FIX["azure"])
+    return ok(text)
 
 
 # ------------------------------------------------------------ clock

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from swansong_bucket.errors import Unreachable
 from swansongd.config.config import Config
 from swansongd.observe.status import DaemonStatus
-from swansongd.sources.aws import NOTICE_S
+from swansongd.sources import aws, azure
 from swansongd.sources.detect import detect_cloud
 from swansongd.sources.gcp import LONG_NOTICE_S
 
@@ -203,10 +203,13 @@ class Installation:
         return made
 
 
+NOTICES_S = {"aws": aws.NOTICE_S, "azure": azure.NOTICE_S}
+
+
 def grace_s(config: Config, cloud: str) -> float:
     """The grace period of a notice of this cloud, in seconds."""
-    if cloud == "aws":
-        return NOTICE_S
+    if cloud in NOTICES_S:
+        return NOTICES_S[cloud]
     if cloud == "gcp" and config.sources.gcp_preemption_notice_s:
         return config.sources.gcp_preemption_notice_s
     return config.deadline.assumed_grace_s

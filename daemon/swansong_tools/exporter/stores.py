@@ -40,7 +40,7 @@ def load_stores(path: Path) -> tuple[WatchedStore, ...]:
     Raises:
         ConfigError: the file is missing or not TOML, or contains a key or value that is not valid.
     """
-    return parse_stores(read_toml(path))
+    return parse_stores(read_toml(path, hint="name another file with --stores"))
 
 
 def parse_stores(body: Mapping[str, object]) -> tuple[WatchedStore, ...]:

@@ -386,11 +386,15 @@ def load(path: Path) -> Config:
     Raises:
         ConfigError: the file is missing or not TOML, or contains a key or value that is not valid.
     """
-    return parse(read_toml(path))
+    hint = "copy swansong.example.toml there, or name another file with --config"
+    return parse(read_toml(path, hint=hint))
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path, *, hint: str) -> dict[str, Any]:
     """The content of a TOML file.
+
+    Args:
+        hint: the fix if the file is missing.
 
     Raises:
         ConfigError: the file is missing or not TOML.
@@ -398,10 +402,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(
-            [f"reading {path} failed: no such file"],
-            hint="copy swansong.example.toml there, or name another file with --config",
-        ) from None
+        raise ConfigError([f"reading {path} failed: no such file"], hint=hint) from None
     except OSError as error:
         raise ConfigError([f"reading {path} failed: {error.strerror}"]) from None
     except UnicodeDecodeError as error:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -38,9 +37,11 @@ from swansongd.sources.polled import (
 )
 
 EVENTS_PATH = "/metadata/scheduledevents"
-EVENTS_VERSION = {"api-version": "2020-07-01"}
 NAME_PATH = "/metadata/instance/compute/name"
-NAME_PARAMETERS = {"api-version": "2021-02-01", "format": "text"}
+_PARAMETERS = {
+    EVENTS_PATH: {"api-version": "2020-07-01"},
+    NAME_PATH: {"api-version": "2021-02-01", "format": "text"},
+}
 NOTICE_S = 30.0
 """Shortest time between the event of an eviction and the end; Azure may also evict without an event."""
 
@@ -131,9 +132,9 @@ class AzureSource(PolledSource):
 
     def poller(self, client: MetadataClient) -> Poller:
         def poll(asked: ClockReading) -> PollResult:
-            answer = _get(client, EVENTS_PATH, EVENTS_VERSION)
+            answer = _checked(get(client, EVENTS_PATH))
             if not self._vm_name:
-                named = _get(client, NAME_PATH, NAME_PARAMETERS)
+                named = _checked(get(client, NAME_PATH))
                 self._vm_name = named.body.decode("utf-8", "replace").strip()
             events = [
                 each
@@ -181,9 +182,10 @@ class AzureSource(PolledSource):
                 continue
             body = json.dumps({"StartRequests": [{"EventId": event.id}]}).encode()
             try:
+                parameters = _PARAMETERS[EVENTS_PATH]
                 _checked(
                     client.request(
-                        "POST", EVENTS_PATH, headers=_HEADERS, params=EVENTS_VERSION, body=body
+                        "POST", EVENTS_PATH, headers=_HEADERS, params=parameters, body=body
                     )
                 )
             except MetadataUnavailable as error:
@@ -215,8 +217,9 @@ class AzureScheduledSource(AzureSource):
         return _INTERRUPTIONS.get(event.type, "maintenance")
 
 
-def _get(client: MetadataClient, path: str, parameters: Mapping[str, str]) -> MetadataResponse:
-    return _checked(client.request("GET", path, headers=_HEADERS, params=parameters))
+def get(client: MetadataClient, path: str) -> MetadataResponse:
+    """GET one of the two paths; returns a response of any status."""
+    return client.request("GET", path, headers=_HEADERS, params=_PARAMETERS[path])
 
 
 def _checked(answer: MetadataResponse) -> MetadataResponse:

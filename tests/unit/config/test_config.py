@@ -269,7 +269,7 @@ def test_invalid_chunk_sizes_are_refused(value: object) -> None:
         ("store__url", "s3://[bad"),
         ("store__endpoint", "minio:9000"),
         ("store__region", "us east"),
-        ("sources__cloud", "azure"),
+        ("sources__cloud", "hetzner"),
         ("sources__cloud", ["aws"]),
         ("sources__metadata_url", "ftp://x"),
         ("trainer__socket", "/" + "s" * 107),

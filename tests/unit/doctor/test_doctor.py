@@ -446,6 +446,7 @@ def test_grace_periods_of_the_clouds() -> None:
     default = config()
     assert (grace_s(default, "aws"), longest_grace_s(default, "aws")) == (120.0, 120.0)
     assert (grace_s(default, "gcp"), longest_grace_s(default, "gcp")) == (25.0, 120.0)
+    assert (grace_s(default, "azure"), longest_grace_s(default, "azure")) == (30.0, 30.0)
     short = config(sources={"gcp_preemption_notice_s": 0})
     assert longest_grace_s(short, "gcp") == 25.0
     assert longest_grace_s(default, "none") == 25.0
