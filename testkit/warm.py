@@ -67,7 +67,7 @@ os._exit(code)
 MODULES = {
     "torch": (
         *("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
-        *("torch.distributed.launcher.api", "torchdata.stateful_dataloader"),
+        *("torch.distributed.launcher.api", "torchdata.stateful_dataloader", "swansong.torch"),
     ),
     "frameworks": ("accelerate", "lightning", "transformers.trainer"),
     "swansongd": (
