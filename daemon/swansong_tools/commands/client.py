@@ -69,42 +69,45 @@ class DaemonClient:
                     raise
                 time.sleep(_RETRY_S)
 
-    def request(self, message: Message, answered_by: type[Reply]) -> Reply:
-        """Send a request and wait up to :data:`TIMEOUT_S` for its reply; other messages are skipped."""
-        deadline_mono_s = time.monotonic() + TIMEOUT_S
-        self._channel.settimeout(TIMEOUT_S)
+    def request(
+        self,
+        message: Message,
+        answered_by: type[Reply],
+        *,
+        timeout_s: float = TIMEOUT_S,
+        progress: Callable[[int, int], None] = lambda _done, _total: None,
+    ) -> Reply:
+        """Send a request and wait for its reply; other messages are skipped.
+
+        Args:
+            timeout_s: limit of the wait; a report of progress starts it again.
+            progress: takes the bytes done and the total of a download.
+        """
+        deadline_mono_s = time.monotonic() + timeout_s
+        self._channel.settimeout(timeout_s)
         with self._explained():
             self._channel.send(encode(message))
             while data := self._received(deadline_mono_s):
                 reply = decode(data)
                 if isinstance(reply, answered_by):
                     return reply
-                _expect_not_refused(reply)
-        raise self._closed()
-
-    def restored(self, progress: Callable[[int, int], None]) -> Restored:
-        """Ask for the checkpoint that a trainer would get, and wait while the daemon downloads it.
-
-        Args:
-            progress: takes the bytes done and the total.
-        """
-        self._channel.settimeout(RESTORE_TIMEOUT_S)
-        with self._explained():
-            self._channel.send(encode(RestoreQuery(secrets.token_hex(8))))
-            while data := self._channel.recv(MAX_MESSAGE_BYTES + 1):
-                reply = decode(data)
-                if isinstance(reply, Restored):
-                    return reply
+                if isinstance(reply, Refused):
+                    raise Unreachable(
+                        f"the request failed: the daemon refused it: {reply.reason}",
+                        hint=_NOT_ALLOWED,
+                    )
                 if isinstance(reply, Restoring):
                     progress(reply.bytes_done, reply.bytes_total)
-                _expect_not_refused(reply)
-        raise self._closed()
-
-    def _closed(self) -> Unreachable:
-        return Unreachable(
+                    deadline_mono_s = time.monotonic() + timeout_s
+        raise Unreachable(
             f"the request failed: the daemon at {self._path} closed the connection",
             hint=_NOT_ALLOWED,
         )
+
+    def restored(self, progress: Callable[[int, int], None]) -> Restored:
+        """Ask for the checkpoint that a trainer would get, and wait while the daemon downloads it."""
+        query = RestoreQuery(secrets.token_hex(8))
+        return self.request(query, Restored, timeout_s=RESTORE_TIMEOUT_S, progress=progress)
 
     def _received(self, deadline_mono_s: float) -> bytes:
         left_s = deadline_mono_s - time.monotonic()
@@ -155,10 +158,3 @@ class DaemonClient:
                 f"the request failed: {path} returned an invalid message ({error})",
                 hint="Restart the daemon after an upgrade",
             ) from None
-
-
-def _expect_not_refused(reply: Message) -> None:
-    if isinstance(reply, Refused):
-        raise Unreachable(
-            f"the request failed: the daemon refused it: {reply.reason}", hint=_NOT_ALLOWED
-        )

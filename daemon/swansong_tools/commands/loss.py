@@ -12,7 +12,7 @@ from swansong_bucket.loss_records import PARTS
 from swansong_bucket.runs.lives import lives_of
 from swansong_bucket.runs.run import Run
 
-from swansong_tools.commands.common import add_json, add_run, note, print_json
+from swansong_tools.commands.common import add_json, add_run, note, print_json, rounded
 from swansong_tools.commands.opening import opened
 from swansong_tools.commands.progress import ProgressDisplay
 from swansong_tools.commands.terminal import console, table
@@ -51,15 +51,17 @@ def run(args: argparse.Namespace) -> int:
 
 def facts(run_name: str, loss: Loss | None, left_out: int) -> dict[str, Any]:
     """The report as JSON values; docs/operations/loss.md describes the fields."""
+    interruptions = () if loss is None else loss.interruptions
     return {
         "run": run_name,
         "generations_left_out": left_out,
-        "interruptions": [] if loss is None else [_facts(each) for each in loss.interruptions],
+        "interruptions": rounded([_facts(each) for each in interruptions], 3),
         "total": None if loss is None else _total(loss),
     }
 
 
 def _facts(each: Interruption) -> dict[str, Any]:
+    seconds = {"stall": each.stall_s, "redone": each.redone_s, **each.parts_s}
     return {
         "after_generation": each.after_generation,
         "generation": each.generation,
@@ -71,25 +73,19 @@ def _facts(each: Interruption) -> dict[str, Any]:
         "estimated": each.is_estimated,
         "clocks_differ": each.is_skewed,
         "gpus": each.ranks,
-        "stall_s": _rounded(each.stall_s),
-        "redone_s": _rounded(each.redone_s),
-        "down_s": _rounded(each.down_s),
-        "down": {name: _rounded(seconds) for name, seconds in each.parts_s.items()},
-        "lost_s": _rounded(each.lost_s),
-        "lost_gpu_s": _rounded(each.lost_gpu_s),
-        "down_gpu_s": _rounded(each.down_gpu_s),
-        "lost_parts_gpu_s": _gpu_parts(each),
+        "stall_s": each.stall_s,
+        "redone_s": each.redone_s,
+        "down_s": each.down_s,
+        "down": each.parts_s,
+        "lost_s": each.lost_s,
+        "lost_gpu_s": each.lost_gpu_s,
+        "down_gpu_s": each.down_gpu_s,
+        "lost_parts_gpu_s": {
+            part: None if known_s is None else each.lost_parts_gpu_s[part]
+            for part, known_s in seconds.items()
+        },
         "bytes_fetched": each.bytes_fetched,
         "bytes_linked": each.bytes_linked,
-    }
-
-
-def _gpu_parts(each: Interruption) -> dict[str, float | None]:
-    """GPU seconds of stall, redone and the parts of *down*; null where the seconds are."""
-    seconds = {"stall": each.stall_s, "redone": each.redone_s, **each.parts_s}
-    return {
-        part: None if known_s is None else _rounded(each.lost_parts_gpu_s[part])
-        for part, known_s in seconds.items()
     }
 
 
@@ -97,25 +93,17 @@ def _total(loss: Loss) -> dict[str, Any]:
     return {
         "begun": wall.text(loss.begun_wall_s),
         "until": wall.text(loss.until_wall_s),
-        "wall_s": _rounded(loss.wall_s),
-        "productive_s": _rounded(loss.productive_s),
-        "unproductive": {name: _rounded(seconds) for name, seconds in loss.parts_s.items()},
-        "gpu_s": _rounded(loss.gpu_s),
-        "productive_gpu_s": _rounded(loss.productive_gpu_s),
-        "unproductive_gpu_s": {name: _rounded(gpu_s) for name, gpu_s in loss.parts_gpu_s.items()},
-        "lost_gpu_s": _rounded(loss.lost_gpu_s),
-        "ettr": _ratio(loss.ettr),
-        "ettr_last_hour": _ratio(loss.ettr_last_hour),
-        "goodput": {name: _rounded(seconds) for name, seconds in loss.goodput_s.items()},
+        "wall_s": rounded(loss.wall_s, 3),
+        "productive_s": rounded(loss.productive_s, 3),
+        "unproductive": rounded(loss.parts_s, 3),
+        "gpu_s": rounded(loss.gpu_s, 3),
+        "productive_gpu_s": rounded(loss.productive_gpu_s, 3),
+        "unproductive_gpu_s": rounded(loss.parts_gpu_s, 3),
+        "lost_gpu_s": rounded(loss.lost_gpu_s, 3),
+        "ettr": rounded(loss.ettr, 6),
+        "ettr_last_hour": rounded(loss.ettr_last_hour, 6),
+        "goodput": rounded(loss.goodput_s, 3),
     }
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 3)
-
-
-def _ratio(value: float | None) -> float | None:
-    return None if value is None else round(value, 6)
 
 
 # ---------------------------------------------------------------- for people

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections import deque
-from types import TracebackType
 from typing import Any, Self
 
 from swansong_tools.commands.common import is_screen, note
@@ -89,12 +88,7 @@ class ProgressDisplay:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: object, _trace: object) -> None:
         if self._bar is not None:
             self._bar.stop()
         elif self._has_lines and error is None:

@@ -28,7 +28,7 @@ from swansong_tools.doctor.installation import (
     has_group,
     with_trainers,
 )
-from swansong_tools.doctor.sandbox import properties
+from swansong_tools.doctor.sandbox import of_unit, properties
 
 _SHOWN = 3
 """Processes that one finding names."""
@@ -37,10 +37,6 @@ _UNIT_DIRECTORIES = tuple(
     Path(place, "systemd", "system")
     for place in ("/etc", "/run", "/usr/local/lib", "/usr/lib", "/lib")
 )
-_PROPERTIES = (
-    "LoadState", "ActiveState", "SubState", "Result", "ExecMainCode", "ExecMainStatus", "NRestarts",
-    "MemoryMax", "NeedDaemonReload",
-)  # fmt: skip
 SETTLE_S = 8.0
 """Time limit of the daemon's start, and of its first report about the store."""
 _POLL_S = 0.1
@@ -59,12 +55,12 @@ def runs(vm: Installation) -> Judgement:
     restarts = 0
     if vm.by_systemd:
         deadline_mono_s = time.monotonic() + SETTLE_S
-        facts = properties(fixes.unit().name, _PROPERTIES)
+        facts = of_unit()
         while facts.get("ActiveState") in ("activating", "reloading", "deactivating"):
             if time.monotonic() > deadline_mono_s:
                 break
             time.sleep(_POLL_S)
-            facts = properties(fixes.unit().name, _PROPERTIES)
+            facts = of_unit()
         if facts.get("ActiveState") != "active":
             return judge_down(facts, vm.run / ".swansongd" / "claim.json")
         restarts = int(facts.get("NRestarts") or 0)
@@ -87,7 +83,7 @@ def _restarts_again(restarts: int) -> bool:
     """Whether a daemon that has just started exits again within the next seconds."""
     deadline_mono_s = time.monotonic() + SETTLE_S
     while time.monotonic() < deadline_mono_s:
-        facts = properties(fixes.unit().name, _PROPERTIES)
+        facts = of_unit()
         if facts.get("ActiveState") != "active" or facts.get("NRestarts") != str(restarts):
             return True
         time.sleep(_POLL_S)
@@ -144,10 +140,7 @@ def is_current(vm: Installation) -> Judgement:
             f"{path} was changed after the daemon started; the daemon still uses the old configuration",
             fixes.restart() or f"kill {status.pid}; {fixes.start(path)}",
         )
-    if (
-        vm.by_systemd
-        and properties(fixes.unit().name, _PROPERTIES).get("NeedDaemonReload") == "yes"
-    ):
+    if vm.by_systemd and of_unit().get("NeedDaemonReload") == "yes":
         return warning(
             "the unit was changed; systemd still uses the old one",
             fixes.then(fixes.as_root("systemctl daemon-reload"), fixes.restart()),

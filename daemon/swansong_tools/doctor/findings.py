@@ -155,6 +155,14 @@ def _applies(check: Check, vm: Installation) -> bool:
         return True
 
 
+def _fix(check: Check, vm: Installation) -> str:
+    """The fix of the check; empty if it cannot be made: the finding matters more."""
+    try:
+        return check.fix(vm)
+    except Exception:
+        return ""
+
+
 def _bounded(check: Check, vm: Installation) -> Judgement:
     # A daemon thread: a check that hangs is abandoned and does not prevent the process from exiting.
     judgements: queue.SimpleQueue[Judgement] = queue.SimpleQueue()
@@ -167,10 +175,10 @@ def _bounded(check: Check, vm: Installation) -> Judgement:
                 time.sleep(_POLL_S)
                 judgement = check.probe(vm)
         except SwansongError as error:
-            judgement = of_error(error, check.fix(vm))
+            judgement = of_error(error, _fix(check, vm))
         except Exception as error:
             judgement = failure(
-                f"the check crashed: {type(error).__name__}: {error}", check.fix(vm)
+                f"the check crashed: {type(error).__name__}: {error}", _fix(check, vm)
             )
         judgements.put(judgement)
 
@@ -178,4 +186,4 @@ def _bounded(check: Check, vm: Installation) -> Judgement:
     try:
         return judgements.get(timeout=check.limit_s)
     except queue.Empty:
-        return failure(f"timed out after {check.limit_s:g} s", check.fix(vm))
+        return failure(f"timed out after {check.limit_s:g} s", _fix(check, vm))

@@ -26,11 +26,12 @@ from swansong_tools.doctor.installation import (
     TRAINER_GROUP,
     Installation,
     account,
+    exists,
     has_group,
     longest_grace_s,
     with_trainers,
 )
-from swansong_tools.doctor.sandbox import properties, systemctl
+from swansong_tools.doctor.sandbox import of_unit, systemctl
 
 SHUTDOWN_S = {"gcp": 30.0}
 """Documented time from the start of a shutdown until the cloud cuts the power."""
@@ -49,9 +50,6 @@ _PACKAGES = (
 _STOP_RESERVE_S = 30.0
 _HOME = Path("/var/lib/swansong")
 _RESTORED = _HOME / "restored"
-_PROPERTIES = (
-    "LoadState", "NRestarts", "TimeoutStopUSec", "WatchdogUSec", "ReadWritePaths", "ProtectSystem",
-)  # fmt: skip
 
 
 def is_installed() -> bool:
@@ -119,7 +117,7 @@ def unit(vm: Installation) -> Judgement:
     if not BOOTED.is_dir():
         return skipped("systemd does not run here")
     stop_s = longest_grace_s(vm.config, vm.cloud) + vm.config.deadline.reserve_s
-    return judge_unit(properties(fixes.unit().name, _PROPERTIES), stop_s=stop_s)
+    return judge_unit(of_unit(), stop_s=stop_s)
 
 
 def judge_unit(facts: Mapping[str, str], *, stop_s: float) -> Judgement:
@@ -152,7 +150,7 @@ def judge_unit(facts: Mapping[str, str], *, stop_s: float) -> Judgement:
 
 
 def sandbox(vm: Installation) -> Judgement:
-    facts = properties(fixes.unit().name, _PROPERTIES)
+    facts = of_unit()
     words = facts.get("ReadWritePaths", "").split()
     return judge_paths(
         words,
@@ -161,7 +159,7 @@ def sandbox(vm: Installation) -> Judgement:
         missing=[
             word
             for word in words
-            if not word.startswith("-") and not _exists(Path(word.lstrip("+")))
+            if not word.startswith("-") and not exists(Path(word.lstrip("+")))
         ],
     )
 
@@ -181,14 +179,6 @@ def sandbox_of_image(vm: Installation) -> Judgement:
                 [*words, *value.split()] if value.split() else []
             )  # an empty one resets the list
     return judge_paths(words, written_directories(vm.config), is_strict=True, missing=[])
-
-
-def _exists(path: Path) -> bool:
-    """Whether the path exists; True if this user may not look."""
-    try:
-        return path.exists()
-    except PermissionError:
-        return True
 
 
 def judge_paths(
@@ -213,7 +203,7 @@ def judge_paths(
     writable = [Path(word.lstrip("-+")) for word in words]
     refused = [each for each in written if not any(each.is_relative_to(at) for at in writable)]
     if is_strict and refused:
-        make = _made([path for path in written if not _exists(path)], written)
+        make = _made([path for path in written if not exists(path)], written)
         # List all directories: this drop-in may replace one that an earlier fix wrote.
         paths_line = f"ReadWritePaths={' '.join(map(str, written))}"
         return failure(

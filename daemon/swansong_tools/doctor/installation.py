@@ -102,6 +102,16 @@ def has_group(name: str) -> bool:
     return True
 
 
+def exists(path: Path) -> bool:
+    """Whether the path exists; True if this user may not look.  Raises no OSError."""
+    try:
+        return path.exists()
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+
+
 # ---------------------------------------------------------------- the installation
 
 

@@ -35,6 +35,10 @@ LIMIT_S = 400.0
 """Time limit of all checks together; each check also has its own limit."""
 _POLL_S = 0.05
 _SYSTEMCTL_S = 15.0
+_PROPERTIES = (
+    "LoadState", "ActiveState", "Result", "ExecMainCode", "ExecMainStatus", "NRestarts", "MemoryMax",
+    "NeedDaemonReload", "TimeoutStopUSec", "WatchdogUSec", "ReadWritePaths", "ProtectSystem",
+)  # fmt: skip
 # These settings override those of the daemon; user, environment, credentials, limits and sandbox stay.
 # systemd removes the runtime directory with the unit, even if the unit is killed.
 _INSTEAD = """
@@ -94,6 +98,11 @@ def properties(unit: str, names: Sequence[str]) -> dict[str, str]:
     """Properties of a unit from ``systemctl show``."""
     shown = systemctl("show", unit, "--property", ",".join(names))
     return dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
+
+
+def of_unit() -> dict[str, str]:
+    """The properties of the daemon's unit that checks examine."""
+    return properties(fixes.unit().name, _PROPERTIES)
 
 
 # ------------------------------------------------------------ with systemd

@@ -25,7 +25,7 @@ from swansong_bucket.stores.s3.access import CREDENTIALS_HINT, Unsupported
 from swansongd.config.config import Config
 
 from swansong_tools.doctor import disks, fixes
-from swansong_tools.doctor.installation import DAEMON_USER, account
+from swansong_tools.doctor.installation import DAEMON_USER, account, exists
 
 _AWS_FILES = (
     ("AWS_SHARED_CREDENTIALS_FILE", "/etc/swansong/aws/credentials"),
@@ -203,7 +203,7 @@ def of_credentials(config: Config, operator_file: str) -> str:
     files = _AWS_FILES if _is_s3(config) else _GCP_FILES
     for variable, default in files:
         path = Path(os.environ.get(variable) or default)
-        if _is_there(path) and not os.access(path, os.R_OK, effective_ids=True):
+        if exists(path) and not os.access(path, os.R_OK, effective_ids=True):
             own = fixes.as_root(f"chown {DAEMON_USER}: {fixes.quoted(path)}")
             enter = fixes.as_root(f"chmod a+x {fixes.quoted(path.parent)}")
             read = fixes.as_root(f"chmod 0400 {fixes.quoted(path)}")
@@ -270,13 +270,3 @@ def aws(config: Config, command: str) -> str:
     }
     named = [f"{name} {fixes.quoted(value)}" for name, value in options.items() if value]
     return " ".join([command, *named])
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        path.stat()
-    except PermissionError:  # below an inaccessible directory: the file may exist
-        return True
-    except OSError:
-        return False
-    return True

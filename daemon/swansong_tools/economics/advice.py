@@ -70,20 +70,15 @@ class Proposal:
     """The key to set, or the work to do."""
     formula: str
     """With the numbers put in."""
-    saved_gpu_s: float
-    """In a day."""
     job: Job
     """The job with the change."""
-    after: Expected
+    saved_gpu_s: float = 0.0
+    """In a day; 0 until :func:`proposals` has computed it."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Change:
-    name: str
-    title: str
-    change: str
-    formula: str
-    job: Job
+    @property
+    def after(self) -> Expected:
+        """The expected loss with the change."""
+        return expected(self.job)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,25 +114,14 @@ def proposals(job: Job, setup: Setup) -> tuple[Proposal, ...]:
     """All changes that save GPU time, the best one first."""
     before_s = expected(job).total_s
     found = []
-    for change in _changes(job, setup):
-        after = expected(change.job)
-        saved_gpu_s = (before_s - after.total_s) * job.gpus
+    for proposal in _changes(job, setup):
+        saved_gpu_s = (before_s - proposal.after.total_s) * job.gpus
         if saved_gpu_s >= SAVED_GPU_S_MIN:
-            found.append(
-                Proposal(
-                    name=change.name,
-                    title=change.title,
-                    change=change.change,
-                    formula=change.formula,
-                    saved_gpu_s=saved_gpu_s,
-                    job=change.job,
-                    after=after,
-                )
-            )
+            found.append(replace(proposal, saved_gpu_s=saved_gpu_s))
     return tuple(sorted(found, key=lambda proposal: -proposal.saved_gpu_s))
 
 
-def _changes(job: Job, setup: Setup) -> Iterator[_Change]:
+def _changes(job: Job, setup: Setup) -> Iterator[Proposal]:
     yield from _interval(job, setup)
     yield from _even_saves(job, setup)
     yield _smaller_state(job)
@@ -151,10 +135,10 @@ def _changes(job: Job, setup: Setup) -> Iterator[_Change]:
     yield from _longer_grace(job)
 
 
-def _interval(job: Job, setup: Setup) -> Iterator[_Change]:
+def _interval(job: Job, setup: Setup) -> Iterator[Proposal]:
     best = best_interval(job)
     to_auto = setup.configured_interval_s is not None
-    yield _Change(
+    yield Proposal(
         name="interval",
         title=f"a checkpoint every {human_s(best.best_s)} instead of {human_s(job.interval_s)}",
         change=(
@@ -170,12 +154,12 @@ def _interval(job: Job, setup: Setup) -> Iterator[_Change]:
     )
 
 
-def _even_saves(job: Job, setup: Setup) -> Iterator[_Change]:
+def _even_saves(job: Job, setup: Setup) -> Iterator[Proposal]:
     share, even = setup.busiest_share, 1 / setup.ranks
     if share is None or even >= share * _EVEN_SHARE:
         return
     factor = even / share
-    yield _Change(
+    yield Proposal(
         name="even_saves",
         title=f"all {setup.ranks} ranks of a VM save an equal share",
         change="shard the state, for example with fully_shard, so that no rank saves most of it",
@@ -187,14 +171,14 @@ def _even_saves(job: Job, setup: Setup) -> Iterator[_Change]:
     )
 
 
-def _smaller_state(job: Job) -> _Change:
+def _smaller_state(job: Job) -> Proposal:
     down_s = {**job.down_s}
     for part in ("fetch", "load"):
         down_s[part] = down_s.get(part, 0.0) / 2
     smaller = replace(
         _with_save(job, 0.5), measured=scaled(job.measured, save=0.5, size=0.5), down_s=down_s
     )
-    return _Change(
+    return Proposal(
         name="smaller_state",
         title="a state of half the size",
         change="save optimizer moments in 8 or 16 bits, and no copy of frozen weights",
@@ -221,9 +205,9 @@ def _times(job: Job) -> str:
     )
 
 
-def _faster_store(job: Job) -> _Change:
+def _faster_store(job: Job) -> Proposal:
     made = job.forecast
-    return _Change(
+    return Proposal(
         name="faster_store",
         title="twice the bandwidth to the store",
         change="more flush.connections, a VM with a faster network, or a bucket in its region",
@@ -232,11 +216,11 @@ def _faster_store(job: Job) -> _Change:
     )
 
 
-def _no_limit(job: Job) -> Iterator[_Change]:
+def _no_limit(job: Job) -> Iterator[Proposal]:
     if job.background_bytes_per_s is None:
         return
     free = replace(job, background_bytes_per_s=None)
-    yield _Change(
+    yield Proposal(
         name="no_background_limit",
         title="periodic checkpoints at full speed",
         change="remove flush.background_bytes_per_s",
@@ -248,13 +232,13 @@ def _no_limit(job: Job) -> Iterator[_Change]:
     )
 
 
-def _shorter_reserve(job: Job) -> Iterator[_Change]:
+def _shorter_reserve(job: Job) -> Iterator[Proposal]:
     commit = job.measured.pace.commit_s
     if commit is None:
         return
     reserve_s = float(math.ceil(max(_RESERVE_S_MIN, _COMMITS_IN_RESERVE * commit.mean)))
     if reserve_s < job.reserve_s:
-        yield _Change(
+        yield Proposal(
             name="reserve",
             title=f"a reserve of {human_s(reserve_s)} instead of {human_s(job.reserve_s)}",
             change=f"deadline.reserve_s = {reserve_s:g}",
@@ -263,14 +247,14 @@ def _shorter_reserve(job: Job) -> Iterator[_Change]:
         )
 
 
-def _follow_ups(job: Job) -> Iterator[_Change]:
+def _follow_ups(job: Job) -> Iterator[Proposal]:
     if job.follow_ups:
         return
     more = replace(job, follow_ups=True)
     longest = max(job.kinds, key=lambda kind: kind.grace_s, default=None)
     if longest is None:
         return
-    yield _Change(
+    yield Proposal(
         name="follow_ups",
         title="follow-up checkpoints until the end of the VM",
         change="trainer.follow_ups = true",
@@ -282,17 +266,17 @@ def _follow_ups(job: Job) -> Iterator[_Change]:
     )
 
 
-def _restore(job: Job, setup: Setup) -> Iterator[_Change]:
+def _restore(job: Job, setup: Setup) -> Iterator[Proposal]:
     fetch_s, start_s = (job.down_s.get(part, 0.0) for part in ("fetch", "start"))
     if not setup.has_prefetch:
-        yield _Change(
+        yield Proposal(
             name="prefetch",
             title="the next VM fetches before the trainer asks",
             change="restore.prefetch = true",
             formula=f"fetch {human_s(fetch_s)} in parallel with start {human_s(start_s)}",
             job=replace(job, down_s={**job.down_s, "fetch": max(0.0, fetch_s - start_s)}),
         )
-    yield _Change(
+    yield Proposal(
         name="faster_fetch",
         title="a fetch at twice the rate",
         change="staging.path on local NVMe or tmpfs, or a VM with a faster network",
@@ -301,7 +285,7 @@ def _restore(job: Job, setup: Setup) -> Iterator[_Change]:
     )
 
 
-def _replacement(job: Job, setup: Setup) -> Iterator[_Change]:
+def _replacement(job: Job, setup: Setup) -> Iterator[Proposal]:
     """The next VM starts while the old one trains."""
     cloud_s, boot_s = (job.down_s.get(part, 0.0) for part in ("cloud", "boot"))
     overlap_s = sum(kind.per_day * min(kind.grace_s, cloud_s + boot_s) for kind in job.kinds)
@@ -309,7 +293,7 @@ def _replacement(job: Job, setup: Setup) -> Iterator[_Change]:
         return
     mean_s = overlap_s / job.per_day
     sooner = {"cloud": max(0.0, cloud_s - mean_s), "boot": boot_s - max(0.0, mean_s - cloud_s)}
-    yield _Change(
+    yield Proposal(
         name="replacement",
         title="the next VM is ordered at the notice",
         change="notify.exec = a program that orders a VM",
@@ -324,7 +308,7 @@ def _replacement(job: Job, setup: Setup) -> Iterator[_Change]:
     )
 
 
-def _longer_notice(job: Job) -> Iterator[_Change]:
+def _longer_notice(job: Job) -> Iterator[Proposal]:
     """GCP gives 120 s on request."""
 
     def is_short(kind: InterruptionKind) -> bool:
@@ -341,7 +325,7 @@ def _longer_notice(job: Job) -> Iterator[_Change]:
     )
     per_day = sum(kind.per_day for kind in short)
     chances = job.chance(short[0]), longer.chance(replace(short[0], grace_s=LONG_NOTICE_S))
-    yield _Change(
+    yield Proposal(
         name="notice_120",
         title="a notice of 120 s on GCP",
         change="create the VM with a preemption notice; sources.gcp_preemption_notice_s = 120",
@@ -353,7 +337,7 @@ def _longer_notice(job: Job) -> Iterator[_Change]:
     )
 
 
-def _longer_grace(job: Job) -> Iterator[_Change]:
+def _longer_grace(job: Job) -> Iterator[Proposal]:
     """The operator decides how long the end of a VM waits for the verdict."""
     for kind in job.kinds:
         found = margin(job, kind.source, kind.grace_s)
@@ -363,7 +347,7 @@ def _longer_grace(job: Job) -> Iterator[_Change]:
         set_s = math.ceil((found.needed_s + _KEY_MARGIN_S) / _ROUNDED_UP_S) * float(_ROUNDED_UP_S)
         longer = replace(kind, grace_s=set_s - _KEY_MARGIN_S)
         others = tuple(each for each in job.kinds if each is not kind)
-        yield _Change(
+        yield Proposal(
             name=name,
             title=f"{human_s(longer.grace_s)} of grace for {kind.source}",
             change=f"{key} = {set_s:g}, and the same limit of the host",

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,7 +15,15 @@ from swansong_bucket.stores.wrappers.retry import Retrying
 T = TypeVar("T")
 
 OPERATIONS = ("get", "head", "list")
-ERRORS = ("transient", "refused", "not_found", "too_large", "corrupt", "unexpected")
+_KINDS: dict[type[Exception], str] = {
+    Transient: "transient",
+    NotFound: "not_found",
+    TooLarge: "too_large",
+    StoreError: "refused",
+    CorruptError: "corrupt",
+    Exception: "unexpected",
+}
+"""Kind of each error, as in ``swansong_exporter_errors_total``; the first class that fits."""
 _CALL_BUDGET_S = 10.0
 """Time in which one failed request is retried; the next reading follows soon."""
 
@@ -62,8 +69,8 @@ class ReadHealth:
     def __init__(self, url: str) -> None:
         self.url = url
         self._lock = threading.Lock()
-        self._requests: Counter[str] = Counter()
-        self._errors: Counter[str] = Counter()
+        self._requests = dict.fromkeys(OPERATIONS, 0)
+        self._errors = dict.fromkeys(_KINDS.values(), 0)
         self._readings: dict[str, StoreReading] = {}
         """By the URL of the store whose reader has read this one."""
         self._read_wall_s: float | None = None
@@ -74,8 +81,9 @@ class ReadHealth:
             self._requests[operation] += 1
 
     def failed(self, error: Exception) -> None:
+        kind = next(kind for known, kind in _KINDS.items() if isinstance(error, known))
         with self._lock:
-            self._errors[kind_of(error)] += 1
+            self._errors[kind] += 1
 
     def read(self, reading: StoreReading, *, by: str, now_wall_s: float) -> None:
         """Record the end of a reading by the reader of the store with the URL ``by``."""
@@ -93,29 +101,12 @@ class ReadHealth:
                 is_up=all(each.is_up for each in readings) if readings else None,
                 read_wall_s=self._read_wall_s,
                 took_s=self._took_s,
-                requests={name: self._requests[name] for name in OPERATIONS},
-                errors={kind: self._errors[kind] for kind in ERRORS},
+                requests=dict(self._requests),
+                errors=dict(self._errors),
                 runs=sum(each.runs for each in readings),
                 runs_failing=sum(each.failing for each in readings),
                 runs_left_out=sum(each.left_out for each in readings),
             )
-
-
-def kind_of(error: Exception) -> str:
-    """The kind of an error, as in ``swansong_store_errors_total``."""
-    match error:
-        case Transient():
-            return "transient"
-        case NotFound():
-            return "not_found"
-        case TooLarge():
-            return "too_large"
-        case StoreError():
-            return "refused"
-        case CorruptError():
-            return "corrupt"
-        case _:
-            return "unexpected"
 
 
 class ReadOnly(Retrying):
@@ -135,11 +126,11 @@ class ReadOnly(Retrying):
             stop=stop,
             attempted=self._attempted_one,
         )
-        self._health = health
+        self.health = health
 
     def _attempted_one(self, _began_mono_s: float, error: StoreError | None) -> None:
         if error is not None:
-            self._health.failed(error)
+            self.health.failed(error)
 
     def _try(self, call: str, attempt: Callable[[], T]) -> T:
         operation = call.partition(" ")[0]
@@ -147,7 +138,7 @@ class ReadOnly(Retrying):
             raise AssertionError(f"the exporter only reads, and {call} is not a read")
 
         def counted() -> T:
-            self._health.requested(operation)
+            self.health.requested(operation)
             return attempt()
 
         return super()._try(call, counted)

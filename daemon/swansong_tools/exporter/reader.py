@@ -80,8 +80,6 @@ class StoreReader:
     ) -> None:
         self.url = source.store.url
         self._source = source
-        self._health = health
-        self._mirror_health = mirror_health
         self._store = ReadOnly(source.store, health, stop)
         self._mirror = (
             None
@@ -138,7 +136,7 @@ class StoreReader:
             _log.warning("runs_not_listed", store=self.url, reason=error.line())
         except Exception as error:  # the next reading may succeed
             counts.failures += 1
-            self._health.failed(error)
+            self._store.health.failed(error)
             _log.exception("exporter_fault", store=self.url)
         now_wall_s = self._wall()
         took_s = self._monotonic() - began_mono_s
@@ -153,10 +151,10 @@ class StoreReader:
             failing=failing,
             left_out=left_out,
         )
-        self._health.read(done, by=self.url, now_wall_s=now_wall_s)
-        if self._mirror_health is not None and counts.has_mirror:
+        self._store.health.read(done, by=self.url, now_wall_s=now_wall_s)
+        if self._mirror is not None and counts.has_mirror:
             mirrored = StoreReading(is_up=not counts.mirror_failures, took_s=took_s)
-            self._mirror_health.read(mirrored, by=self.url, now_wall_s=now_wall_s)
+            self._mirror.health.read(mirrored, by=self.url, now_wall_s=now_wall_s)
         return not (counts.failures or failing or counts.mirror_failures)
 
     # ------------------------------------------------------------ the names of the runs
@@ -209,7 +207,7 @@ class StoreReader:
             else:
                 self._give_up(name)
         except Exception as error:
-            self._health.failed(error)
+            self._store.health.failed(error)
             _log.exception("exporter_fault", store=self.url, run=name)
             self._give_up(name)
 
@@ -277,7 +275,7 @@ class StoreReader:
             self._due_mono_s[name] = self._monotonic() + wait_s
 
     def _with_mirror(
-        self, found: RunFigures, reader: RunReader, mirror: ObjectStore, counts: _Counts
+        self, found: RunFigures, reader: RunReader, mirror: ReadOnly, counts: _Counts
     ) -> RunFigures:
         """The figures with the lag of the mirror; if the mirror fails, with the old lag."""
         counts.has_mirror = True
@@ -287,8 +285,8 @@ class StoreReader:
             raise
         except Exception as error:
             counts.mirror_failures += 1
-            if not isinstance(error, StoreError) and self._mirror_health is not None:
-                self._mirror_health.failed(error)  # requests that failed were counted
+            if not isinstance(error, StoreError):
+                mirror.health.failed(error)  # requests that failed were counted
             if isinstance(error, SwansongError):
                 reason = error.line()
                 _log.warning("mirror_lag_unknown", store=mirror.url, run=found.run, reason=reason)

@@ -23,15 +23,19 @@ _RATE_S_MIN = 0.01
 """Samples closer than this give no bandwidth."""
 _ENDED = ("request_failed", "withdrawn", "verdict")
 _RESUMING = {
-    "cloud": "No VM",
-    "boot": "Boot",
-    "start": "Start",
-    "fetch": "Fetch",
-    "load": "Load",
-    "warm_up": "First step",
-    "unknown": "Not recorded",
+    "cloud": ("No VM", "From the last step until the next VM boots."),
+    "boot": ("Boot", "From the start of the kernel to the start of the daemon."),
+    "start": (
+        "Start",
+        "Until the trainer asks for its checkpoint: container, interpreter, imports.",
+    ),
+    "fetch": ("Fetch", "Until the daemon has fetched the checkpoint."),
+    "load": ("Load", "The trainer loads the checkpoint."),
+    "warm_up": ("First step", "Until the first new step is completed."),
+    "unknown": ("Not recorded", "The resume was not recorded."),
 }
-"""Lane for each part of the time without training, by its name in :mod:`swansong_tools.economics.loss`."""
+"""Lane and explanation of each part of the time without training, by its name in
+:mod:`swansong_tools.economics.loss`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,12 +207,12 @@ def _grace(recorded: RecordedEvacuation) -> Lane | None:
 
 
 def _forecast(entries: Sequence[TimelineEntry]) -> Lane | None:
-    opening = _first(entries, "notice")
-    asked = _first(entries, "request", "signal")
-    expected_s = _number(opening, "expected_s")
+    opening = first_entry(entries, "notice")
+    asked = first_entry(entries, "request", "signal")
+    expected_s = number_in(opening, "expected_s")
     if opening is None or expected_s is None or asked is None:
         return None
-    pessimistic_s = max(expected_s, _number(opening, "pessimistic_s") or 0.0)
+    pessimistic_s = max(expected_s, number_in(opening, "pessimistic_s") or 0.0)
     from_s = asked.at_s
     bars = (
         Bar("forecast", from_s, from_s + expected_s),
@@ -230,51 +234,40 @@ def _waiting(
 
 
 def _request(entries: Sequence[TimelineEntry]) -> Lane | None:
-    asked = _first(entries, "request", "signal")
+    asked = first_entry(entries, "request", "signal")
     if asked is None:
         return None
     later = [entry for entry in entries if entry.at_s >= asked.at_s]
-    agreed = _first(later, "target") or _last(later, "accepted")
-    ended = agreed or _first(later, "sealed", *_ENDED)
+    agreed = first_entry(later, "target") or _last(later, "accepted")
+    ended = agreed or first_entry(later, "sealed", *_ENDED)
     to_s = asked.at_s if ended is None else ended.at_s
     ranks = sum(entry.phase == "accepted" for entry in later)
-    step = _number(agreed, "step")
-    note = (
-        f"{human_span(to_s - asked.at_s)}, {counted(ranks, 'rank')}"
-        if ranks
-        else human_span(to_s - asked.at_s)
-    )
-    if step is not None:
-        note += f", step {step:.0f}"
+    counted_ranks = counted(ranks, "rank") if ranks else ""
     return Lane(
         "Request",
-        note,
+        _note(human_span(to_s - asked.at_s), counted_ranks, _step(agreed)),
         (Bar("work", asked.at_s, to_s),),
         "The daemon asks all ranks for a checkpoint, and they agree on its step.",
     )
 
 
 def _save(entries: Sequence[TimelineEntry]) -> Lane | None:
-    sealed = _first(entries, "sealed")
-    ended = sealed or _first(entries, *_ENDED)
+    sealed = first_entry(entries, "sealed")
+    ended = sealed or first_entry(entries, *_ENDED)
     if ended is None:
         return None
     before = [entry for entry in entries if entry.at_s <= ended.at_s]
     begun = (
-        _first(before, "target") or _last(before, "accepted") or _first(before, "request", "signal")
+        first_entry(before, "target")
+        or _last(before, "accepted")
+        or first_entry(before, "request", "signal")
     )
     if begun is None:
         return None
-    note = human_span(ended.at_s - begun.at_s)
-    size_bytes = _number(sealed, "size_bytes")
-    if size_bytes is not None:
-        note += f", {human_bytes(size_bytes)}"
-    if sealed is None:
-        note += ", not finished"
     kind = "work" if sealed is not None else "failed"
     return Lane(
         "Save",
-        note,
+        _note(human_span(ended.at_s - begun.at_s), _size(sealed)),
         (Bar(kind, begun.at_s, ended.at_s),),
         "The trainer writes the checkpoint to local staging.",
     )
@@ -289,13 +282,7 @@ def _upload(entries: Sequence[TimelineEntry]) -> Lane | None:
     )
     if not bars:
         return None
-    stored = _first(entries, "flushed")
-    note = human_span(_union_s(bars))
-    size_bytes = _number(stored, "size_bytes")
-    if size_bytes is not None:
-        note += f", {human_bytes(size_bytes)}"
-    if stored is None:
-        note += ", not finished"
+    note = _note(human_span(_union_s(bars)), _size(first_entry(entries, "flushed")))
     return Lane("Upload", note, bars, "The daemon sends the checkpoint to the store.")
 
 
@@ -305,11 +292,8 @@ def _commit(entries: Sequence[TimelineEntry]) -> Lane | None:
     )
     if not bars:
         return None
-    done = _last(entries, "committed")
-    note = human_span(_union_s(bars))
-    step = _number(done, "step")
-    if step is not None:
-        note += f", step {step:.0f} is durable"
+    step = _step(_last(entries, "committed"))
+    note = _note(human_span(_union_s(bars)), step and f"{step} is durable")
     return Lane("Commit", note, bars, "The manifest is created: from here on the step is durable.")
 
 
@@ -323,13 +307,9 @@ def _follow_ups(entries: Sequence[TimelineEntry]) -> Lane | None:
     if not bars:
         return None
     committed = sum(bar.kind == "work" for bar in bars)
-    note = f"{committed} of {len(bars)} committed"
-    step = _number(_last(entries, "committed"), "step")
-    if step is not None:
-        note += f", step {step:.0f}"
     return Lane(
         "Follow-ups",
-        note,
+        _note(f"{committed} of {len(bars)} committed", _step(_last(entries, "committed"))),
         bars[:BARS_MAX],
         "Further checkpoints while the VM still runs: fewer steps are done again.",
     )
@@ -374,9 +354,7 @@ def _next_vm(
 ) -> Iterable[Lane]:
     """The parts of the time without training, one after the other, with the figures of the loss."""
     offset_s = interruption.ended_wall_s - recorded.opened_wall_s
-    names = dict(_RESUMING)
-    if interruption.is_same_vm or interruption.parts_s.get("boot") is None:
-        names["cloud"] = "No daemon"
+    has_new_vm = not interruption.is_same_vm and interruption.parts_s.get("boot") is not None
     cursor_s = offset_s
     for part, seconds in interruption.parts_s.items():
         if seconds is None:
@@ -388,18 +366,10 @@ def _next_vm(
         note = human_span(seconds)
         if part == "fetch" and resumption is not None:
             note += _fetched(resumption)
-        yield Lane(names[part], note, (bar,), _EXPLAINS[part])
-
-
-_EXPLAINS = {
-    "cloud": "From the last step until the next VM boots.",
-    "boot": "From the start of the kernel to the start of the daemon.",
-    "start": "Until the trainer asks for its checkpoint: container, interpreter, imports.",
-    "fetch": "Until the daemon has fetched the checkpoint.",
-    "load": "The trainer loads the checkpoint.",
-    "warm_up": "Until the first new step is completed.",
-    "unknown": "The resume was not recorded.",
-}
+        name, explained = _RESUMING[part]
+        if part == "cloud" and not has_new_vm:
+            name = "No daemon"
+        yield Lane(name, note, (bar,), explained)
 
 
 def _fetched(resumption: Resumption) -> str:
@@ -432,7 +402,8 @@ def _rates(samples: Sequence[tuple[float, int]]) -> tuple[Rate, ...]:
 # ---------------------------------------------------------------- entries
 
 
-def _first(entries: Sequence[TimelineEntry], *phases: str) -> TimelineEntry | None:
+def first_entry(entries: Sequence[TimelineEntry], *phases: str) -> TimelineEntry | None:
+    """The first entry of one of these phases; None without any."""
     return next((entry for entry in entries if entry.phase in phases), None)
 
 
@@ -440,9 +411,27 @@ def _last(entries: Sequence[TimelineEntry], *phases: str) -> TimelineEntry | Non
     return next((entry for entry in reversed(entries) if entry.phase in phases), None)
 
 
-def _number(entry: TimelineEntry | None, name: str) -> float | None:
+def number_in(entry: TimelineEntry | None, name: str) -> float | None:
     """A number of zero or more among the facts of an entry."""
     value = None if entry is None else entry.facts.get(name)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
         return None
     return float(value)
+
+
+def _note(*parts: str) -> str:
+    return ", ".join(part for part in parts if part)
+
+
+def _step(entry: TimelineEntry | None) -> str:
+    """The step of an entry in words; empty if the entry has none."""
+    step = number_in(entry, "step")
+    return "" if step is None else f"step {step:.0f}"
+
+
+def _size(ended: TimelineEntry | None) -> str:
+    """The size that the end of a phase states, or that the phase has no end; empty without a size."""
+    if ended is None:
+        return "not finished"
+    size_bytes = number_in(ended, "size_bytes")
+    return "" if size_bytes is None else human_bytes(size_bytes)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from swansong_bucket.loss_records import LOST
 from swansong_bucket.runs.run import RecordedCommit
 
 from swansong_tools.economics.loss import Interruption, Window
@@ -37,17 +38,7 @@ COMMITS_MAX = 200
 """Commits in one picture: more would be narrower than a pixel."""
 STACKS_MAX = 20
 """Interruptions in the picture of the loss."""
-LOSS_PARTS = (
-    "stall",
-    "redone",
-    "cloud",
-    "boot",
-    "start",
-    "fetch",
-    "load",
-    "warm_up",
-    "unknown",
-)
+LOSS_PARTS = (*LOST, "unknown")
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +209,6 @@ def loss_stacks(interruptions: Sequence[Interruption]) -> tuple[Stack, ...]:
     return tuple(_stacked(each, largest_s) for each in reversed(newest))
 
 
-def _kind(each: Interruption) -> str:
-    return "Restart" if each.is_same_vm else "Preemption"
-
-
 def loss_parts(each: Interruption) -> dict[str, float | None]:
     """All parts of the loss of an interruption, in seconds; None: unknown."""
     own = {"stall": each.stall_s, "redone": each.redone_s, **each.parts_s}
@@ -235,7 +222,8 @@ def _stacked(each: Interruption, largest_s: float) -> Stack:
             right = min(1.0, left + seconds / largest_s)
             bars.append(PlacedBar(name, left, right))
             left = right
-    return Stack(f"{_kind(each)} at {minute(each.ended_wall_s)}", each.lost_s, tuple(bars))
+    kind = "Restart" if each.is_same_vm else "Preemption"
+    return Stack(f"{kind} at {minute(each.ended_wall_s)}", each.lost_s, tuple(bars))
 
 
 def loss_sums(interruptions: Sequence[Interruption]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from swansong_bucket.runs.history import RunHistory, last_evacuation
 
 from swansong_tools.economics import loss as losses
 from swansong_tools.economics.loss import Interruption, Loss
-from swansong_tools.report.course import course, decided_s, is_of_peer
+from swansong_tools.report.course import course, decided_s, first_entry, is_of_peer, number_in
 from swansong_tools.report.layout import Picture, picture
 from swansong_tools.units import counted, human_span, second
 
@@ -199,7 +199,7 @@ def sentences(story: Story) -> Iterator[str]:
         else f", {human_span(max(0.0, recorded.deadline_s))} before the deadline"
     )
     yield f"At {at} UTC the daemon acted on a notice{f' ({notice})' if notice else ''}{left}."
-    opening = next((entry for entry in recorded.timeline if entry.phase == "notice"), None)
+    opening = first_entry(recorded.timeline, "notice")
     plan = _PLANS.get(str(opening.facts.get("plan"))) if opening is not None else None
     if opening is not None and plan is not None:
         why = opening.facts.get("why")
@@ -244,12 +244,12 @@ class Comparison:
 def comparisons(story: Story) -> Iterator[Comparison]:
     """The plan of an evacuation against its outcome."""
     recorded = story.recorded
-    opening = next((entry for entry in recorded.timeline if entry.phase == "notice"), None)
-    pessimistic_s = None if opening is None else opening.facts.get("pessimistic_s")
+    opening = first_entry(recorded.timeline, "notice")
+    pessimistic_s = number_in(opening, "pessimistic_s")
     plan = "not measured before"
     if recorded.expected_s is not None:
         plan = f"expected {human_span(recorded.expected_s)}"
-        if isinstance(pessimistic_s, (int, float)) and pessimistic_s >= recorded.expected_s:
+        if pessimistic_s is not None and pessimistic_s >= recorded.expected_s:
             plan += f", at worst {human_span(pessimistic_s)}"
     outcome = "no commit" if recorded.took_s is None else human_span(recorded.took_s)
     if recorded.took_s is not None and recorded.expected_s:
@@ -262,9 +262,8 @@ def comparisons(story: Story) -> Iterator[Comparison]:
             f"within {human_span(max(0.0, recorded.deadline_s))}",
             "not recorded" if at_s is None else f"after {human_span(at_s)}",
         )
-    target = next(
-        (entry.facts.get("step") for entry in recorded.timeline if entry.phase == "target"), None
-    )
+    agreed = first_entry(recorded.timeline, "target")
+    target = None if agreed is None else agreed.facts.get("step")
     yield Comparison(
         "Committed step",
         "no step was agreed on" if target is None else f"{target}, as the ranks agreed",

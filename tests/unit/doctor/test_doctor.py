@@ -11,6 +11,7 @@ import threading
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from swansong import openat
@@ -161,17 +162,18 @@ def test_a_check_that_does_not_apply_has_no_finding() -> None:
     assert list(examine(installation(), [check])) == []
 
 
-def test_a_check_whose_condition_fails_is_a_finding() -> None:
-    """It is neither left out nor the end of doctor."""
+def test_a_check_whose_condition_or_fix_fails_is_a_finding() -> None:
+    """It is neither left out nor the end of doctor, and names what failed."""
 
-    def applies(_: Installation) -> bool:
+    def fails(_: Installation) -> Any:
         raise OSError("the record cannot be read")
 
-    check = Check("host", "a", "", lambda vm: failure(f"{applies(vm)}", ""), applies=applies)
+    check = Check("host", "a", "", fails, applies=fails, fix=fails)
     (found,) = examine(installation(), [check])
-    assert (found.level, found.found) == (
+    assert (found.level, found.found, found.fix) == (
         Level.FAILURE,
         "the check crashed: OSError: the record cannot be read",
+        "",
     )
 
 

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Self
 
 from rich.console import ConsoleDimensions
@@ -74,12 +73,7 @@ class Screen:
         self._is_shown = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._is_shown:
             self._is_shown = False
             self._write(_WRAP)
@@ -88,7 +82,7 @@ class Screen:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Show the text from before within this context, and after an exception in it."""
-        self.__exit__(None, None, None)
+        self.__exit__()
         yield
         self.__enter__()
 
