@@ -36,5 +36,5 @@ class CountedSink:
         self.passes += 1
 
     def write(self, window: memoryview) -> None:
-        assert window.nbytes <= WINDOW_BYTES
+        assert 0 < window.nbytes <= WINDOW_BYTES
         self._data += window

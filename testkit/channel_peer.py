@@ -18,7 +18,7 @@ from typing import Any, Self
 from structlog.testing import CapturingLogger
 from swansong import protocol
 from swansong.protocol import Message
-from swansongd.core.events import Event, TrainerJoined
+from swansongd.core.events import Event, TrainerJoined, TrainerLeft
 from swansongd.trainers.admission import Reply
 from swansongd.trainers.channel import TrainerChannel
 
@@ -72,6 +72,10 @@ class RunningChannel:
     def wait(self, kind: type, count: int = 1) -> list[Any]:
         until(lambda: len(self.of(kind)) >= count, what=f"{count} {kind.__name__}")
         return self.of(kind)
+
+    def wait_for_exit(self) -> None:
+        """Wait until the process of a peer has ended."""
+        until(lambda: any(left.exited for left in self.of(TrainerLeft)), what="the exit")
 
     @property
     def lines(self) -> list[str]:

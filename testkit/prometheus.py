@@ -16,9 +16,26 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import pytest
+
 from testkit.rig import Lines
 
 INTERVAL = "1s"
+
+
+def check_metrics(exposition: bytes) -> None:
+    """Expect that ``promtool check metrics`` prints nothing."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is missing: install the package prometheus")
+    checked = subprocess.run(
+        [promtool, "check", "metrics"],
+        input=exposition,
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
 
 
 class Prometheus:

@@ -7,6 +7,7 @@ import threading
 from types import TracebackType
 from typing import Any, Self
 
+import pytest
 import requests
 from swansong_bucket.model import Health, Notice, SourceStatus
 from swansongd.core.events import Event, NoticeRaised, NoticeWithdrawn, SourceChanged
@@ -40,6 +41,26 @@ class SourceRun:
     def is_now(self, health: Health) -> bool:
         return bool(self.statuses) and self.statuses[-1].health is health
 
+    def await_health(self, health: Health, words: str = "") -> None:
+        """Wait until this is the health, with these words in its reason."""
+
+        def is_so() -> bool:
+            return self.is_now(health) and words in self.statuses[-1].reason
+
+        until(is_so, what=f"{health} {words}; {self.statuses}")
+
+    def await_notice(self, number: int = 1) -> Notice:
+        """Wait for the notice with this number, counted from 1; it must be the newest one."""
+        until(lambda: len(self.notices) >= number, what=f"notice {number}")
+        assert len(self.notices) == number
+        return self.notices[-1]
+
+    def await_withdrawal(self, number: int = 1) -> NoticeWithdrawn:
+        """Wait for the withdrawal with this number, counted from 1; it must be the newest one."""
+        until(lambda: len(self.withdrawals) >= number, what=f"withdrawal {number}")
+        assert len(self.withdrawals) == number
+        return self.withdrawals[-1]
+
     def __enter__(self) -> Self:
         self.thread.start()
         return self
@@ -60,6 +81,14 @@ def http(method: str, url: str, **options: Any) -> requests.Response:
     with requests.Session() as session:
         session.trust_env = False
         return session.request(method, url, allow_redirects=False, **{"timeout": 20, **options})
+
+
+def set_proxies(monkeypatch: pytest.MonkeyPatch, url: str, *more: str) -> None:
+    """Set all proxy variables to this URL, and these variables too."""
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", *more):
+        monkeypatch.setenv(name, url)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def control(url: str, order: str, **body: object) -> Any:

@@ -20,8 +20,8 @@ START = "5a17"
 class Clock:
     """A monotonic clock that moves only when set."""
 
-    def __init__(self) -> None:
-        self.now_s = 1000.0
+    def __init__(self, now_s: float = 1000.0) -> None:
+        self.now_s = now_s
 
     def __call__(self) -> float:
         return self.now_s

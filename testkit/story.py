@@ -19,9 +19,11 @@ from swansong_bucket.model import (
     CheckpointKind,
     CommitRef,
     DeadlineQuality,
+    Health,
     Notice,
     Parent,
     Severity,
+    SourceStatus,
     Staged,
     StagedFile,
     Start,
@@ -44,6 +46,7 @@ from swansongd.core.events import (
     ProcessFound,
     RunRead,
     Scanned,
+    SourceChanged,
     StartFlush,
     Tick,
     TrainerAccepted,
@@ -213,6 +216,10 @@ class Story:
                 after.tell(GenerationClaimed(own[-1].id, own[-1].generation, last, owner))
         return after
 
+    def configure(self, **settings: Any) -> None:
+        """Change these settings of the daemon."""
+        self.state = replace(self.state, settings=replace(self.state.settings, **settings))
+
     # ------------------------------------------------------------------ events
 
     def tell(self, event: Observed) -> list[Action]:
@@ -220,13 +227,17 @@ class Story:
         before, actions = self.state, ()
         if not isinstance(event, Fact):
             self.state, actions = machine.step(before, event, self.now)
-        self.tally.observe(Observation(before, self.state, event, actions, self.now))
+        self.observe(Observation(before, self.state, event, actions, self.now))
         self.actions += actions
         told = list(actions)
         for action in actions:
             if isinstance(action, ClaimGeneration) and self.grants:
                 told += self.grant(action.start_id)
         return told
+
+    def observe(self, observation: Observation) -> None:
+        """Called with each event and its actions; the stories of observers extend it."""
+        self.tally.observe(observation)
 
     def grant(self, start_id: str, newest: CommitRef | None = None) -> list[Action]:
         """The claim that was ordered for this start succeeds."""
@@ -272,6 +283,11 @@ class Story:
 
     def withdraw(self, source: str = "aws.spot") -> list[Action]:
         return self.tell(NoticeWithdrawn(source, "gone"))
+
+    def health(self, source: str, health: Health, reason: str = "no answer") -> list[Action]:
+        """A source, or the store, reports its health."""
+        status = SourceStatus(source=source, health=health, reason=reason, since_mono_s=self.now)
+        return self.tell(SourceChanged(status))
 
     def join(
         self,

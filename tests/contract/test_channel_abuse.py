@@ -300,7 +300,7 @@ def test_peers_are_known_on_kernels_without_a_peer_pidfd(monkeypatch: pytest.Mon
         with PeerProcess(running.path, "join(); wait(); os._exit(0)") as peer:
             running.wait(TrainerJoined, 2)
             peer.resume()
-            until(lambda: any(left.exited for left in running.of(TrainerLeft)), what="the exit")
+            running.wait_for_exit()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.close()
     with ours, pytest.raises(ProcessLookupError):

@@ -43,6 +43,19 @@ def answer_status(message: Message, reply: Callable[[Message], None]) -> None:
         reply(protocol.Noted())
 
 
+class Restores:
+    """Holds restore queries until the test answers them."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, Callable[[Message], None]] = {}
+
+    def __call__(self, message: Message, reply: Callable[[Message], None]) -> None:
+        if isinstance(message, protocol.RestoreQuery):
+            self.asked[message.query_id] = reply
+        else:
+            answer_status(message, reply)
+
+
 @pytest.fixture
 def running() -> Iterator[RunningChannel]:
     uids = frozenset({0, os.geteuid(), TRAINER, OTHER_TRAINER})
@@ -76,6 +89,10 @@ def assert_operator_is_served(running: RunningChannel) -> None:
 def holding(running: RunningChannel, count: int, *, uid: int, hello: bool) -> Iterator[PeerProcess]:
     """A process of that user that holds this many connections, or as many as it gets; prints the number."""
     script = f"""
+def join_on(s):
+    rank = {{"rank": os.getuid() % 1000, "world_size": 1000}}
+    s.send(json.dumps({{"type": "hello", "run": "r1", **rank}}).encode())
+    return s.recv(65536).decode()
 held = []
 for number in range({count}):
     s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -85,13 +102,7 @@ for number in range({count}):
         break
 show(len(held)); wait()
 """
-    before = """
-def join_on(s):
-    rank = {"rank": os.getuid() % 1000, "world_size": 1000}
-    s.send(json.dumps({"type": "hello", "run": "r1", **rank}).encode())
-    return s.recv(65536).decode()
-"""
-    with PeerProcess(running.path, before + script, uid=uid) as peer:
+    with PeerProcess(running.path, script, uid=uid) as peer:
         yield peer
 
 
@@ -197,25 +208,20 @@ def test_the_restore_unit_asks_without_a_hello(monkeypatch: pytest.MonkeyPatch) 
     Another user is refused."""
     monkeypatch.setattr(channel, "HELLO_LIMIT_S", 0.1)
     monkeypatch.setattr(channel, "_SWEEP_S", 0.05)
-    asked: list[Callable[[protocol.Message], None]] = []
-
-    def answer(_: protocol.Message, reply: Callable[[protocol.Message], None]) -> None:
-        asked.append(reply)
+    restores = Restores()
 
     def ask_as_a_trainer() -> str:
         with running.connect() as client:
             client.send(protocol.RestoreQuery("x"))
             return type(client.receive()).__name__
 
-    with RunningChannel(answer=answer, allowed_uids=frozenset({0, TRAINER})) as running:
+    with RunningChannel(answer=restores, allowed_uids=frozenset({0, TRAINER})) as running:
         os.chmod(running.path, 0o777)
         assert as_user(TRAINER, ask_as_a_trainer) == "Refused"
         with running.connect() as unit, running.connect() as silent:
             unit.send(protocol.RestoreQuery("k"))
-            assert isinstance(
-                silent.receive(), protocol.Refused
-            )  # later than the limit of the unit
-            asked[0](protocol.Restored("k", path="/x"))
+            assert silent.refusal()  # later than the limit of the unit
+            restores.asked["k"](protocol.Restored("k", path="/x"))
             assert unit.receive() == protocol.Restored("k", path="/x")
 
 
@@ -306,19 +312,6 @@ def test_a_job_on_one_vm_has_no_peers(running: RunningChannel, message: Message)
         assert "set nodes in hello" in client.refusal()
     running.wait(TrainerLeft)
     assert not running.of(PeerRequested) + running.of(FinishAsked) + running.of(TrainerAgreed)
-
-
-class Restores:
-    """Holds restore queries until the test answers them."""
-
-    def __init__(self) -> None:
-        self.asked: dict[str, Callable[[Message], None]] = {}
-
-    def __call__(self, message: Message, reply: Callable[[Message], None]) -> None:
-        if isinstance(message, protocol.RestoreQuery):
-            self.asked[message.query_id] = reply
-        else:
-            answer_status(message, reply)
 
 
 @pytest.mark.fault("S12", "H07")

@@ -16,12 +16,12 @@ from swansongd.sources.metadata import MetadataClient, MetadataUnavailable, retr
 from swansongd.sources.polled import PollOptions
 
 from testkit.emulators.process import EmulatorProcess
-from testkit.source_run import SourceRun, asked, control, polls
+from testkit.source_run import SourceRun, asked, control, polls, set_proxies
+from testkit.staged import Clock
 from testkit.waiting import until
 
 GET_SPOT = f"GET {SPOT_PATH}"
 PUT_TOKEN = f"PUT {TOKEN_PATH}"
-POLL_S = 0.05
 
 
 @pytest.fixture(scope="module")
@@ -40,20 +40,19 @@ def imds(process: EmulatorProcess) -> str:
 def spot(
     url: str,
     *,
-    poll_interval_s: float = POLL_S,
-    timeout_s: float = 5.0,
-    blind_after_s: float = 30.0,
     monotonic: Callable[[], float] = time.monotonic,
     wall: Callable[[], float] = time.time,
+    **options: float,
 ) -> AwsSpotSource:
+    options = {"timeout_s": 5.0, "blind_after_s": 30.0, **options}
+    clocks = Clocks(monotonic=monotonic, wall=wall)
     return AwsSpotSource(
         PollOptions(
             metadata_url=url,
-            poll_interval_s=poll_interval_s,
+            poll_interval_s=0.05,
             assumed_grace_s=25.0,
-            clocks=Clocks(monotonic=monotonic, wall=wall),
-            timeout_s=timeout_s,
-            blind_after_s=blind_after_s,
+            clocks=clocks,
+            **options,
         )
     )
 
@@ -77,7 +76,7 @@ def test_notice_is_raised_once_with_its_stated_deadline(imds: str) -> None:
     with SourceRun(spot(imds)) as run:
         polls(imds, GET_SPOT, 1)
         stated = control(imds, "notice", action="terminate", in_s=90)["time"]
-        (notice,) = until(lambda: run.notices, what="the notice")
+        notice = run.await_notice()
         end = datetime.fromisoformat(stated).timestamp()
         assert abs(notice.deadline_mono_s - time.monotonic() - (end - time.time())) < 1.5
         assert (notice.kind, notice.severity) == ("reclaim", Severity.IMMINENT)
@@ -86,7 +85,7 @@ def test_notice_is_raised_once_with_its_stated_deadline(imds: str) -> None:
         polls(imds, GET_SPOT, 3)
         assert len(run.notices) == 1
     with SourceRun(spot(imds)) as restarted:
-        (again,) = until(lambda: restarted.notices, what="the notice after a restart")
+        again = restarted.await_notice()
         assert again.identity == notice.identity
 
 
@@ -94,12 +93,12 @@ def test_a_notice_is_withdrawn_and_raised_again(imds: str) -> None:
     """404 after a notice withdraws it once; a later notice is a new one."""
     with SourceRun(spot(imds)) as run:
         control(imds, "notice", action="stop", in_s=60)
-        until(lambda: run.notices, what="the notice")
+        run.await_notice()
         control(imds, "withdraw")
-        (withdrawn,) = until(lambda: run.withdrawals, what="the withdrawal")
+        withdrawn = run.await_withdrawal()
         assert withdrawn.source == "aws.spot"
         control(imds, "notice", action="terminate", in_s=60)
-        until(lambda: len(run.notices) == 2, what="the second notice")
+        run.await_notice(2)
     assert [notice.kind for notice in run.notices] == ["stop", "reclaim"]
     assert len(run.withdrawals) == 1
 
@@ -109,7 +108,7 @@ def test_hibernate_leaves_no_time(imds: str) -> None:
     """The deadline of a hibernation is the time of the notice, with any stated time."""
     with SourceRun(spot(imds)) as run:
         control(imds, "notice", action="hibernate", in_s=120)
-        (notice,) = until(lambda: run.notices, what="the notice")
+        notice = run.await_notice()
         assert notice.kind == "hibernate"
         assert notice.deadline_mono_s <= time.monotonic()
 
@@ -134,24 +133,15 @@ def test_endless_401_is_unknown(imds: str) -> None:
     """If a new token is rejected as well, the state is unknown, and the source continues to poll."""
     with SourceRun(spot(imds)) as run:
         control(imds, "fault", path=SPOT_PATH, kind="status", value=401)
-        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
-        assert "401" in run.statuses[-1].reason
+        run.await_health(Health.DEGRADED, "401")
         polls(imds, GET_SPOT, 2)
         control(imds, "clear")
-        until(lambda: run.is_now(Health.OK), what="recovery")
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+        run.await_health(Health.OK)
 
 
 def test_token_is_renewed_before_it_ends(imds: str) -> None:
     """A token that expires soon is replaced between polls; after a failure the old one stays in use."""
-    clock = Clock()
+    clock = Clock(0.0)
     path = "/latest/meta-data/instance-id"
     tokens, refused = asked(imds, PUT_TOKEN), asked(imds, f"GET {path}", "401")
     with MetadataClient(imds, timeout_s=5) as client:
@@ -189,14 +179,14 @@ def test_hop_limit_is_named_and_never_bypassed(imds: str) -> None:
         assert run.notices == []
         assert len(run.statuses) == count
         control(imds, "clear")
-        until(lambda: run.notices, what="the notice, with a token")
+        run.await_notice()
 
 
 def test_a_slow_token_is_not_taken_for_the_hop_limit(imds: str) -> None:
     """A PUT that needs twice the timeout gets more time: the source is healthy, and no fix is named."""
     control(imds, "fault", path=TOKEN_PATH, kind="delay", value=0.4)
     with SourceRun(spot(imds, timeout_s=0.2)) as run:
-        until(lambda: run.is_now(Health.OK), what="health")
+        run.await_health(Health.OK)
         assert not [status for status in run.statuses if "hop" in status.reason]
 
 
@@ -205,12 +195,12 @@ def test_a_slow_service_is_not_blind(imds: str) -> None:
     with SourceRun(spot(imds, timeout_s=0.2)) as run:
         polls(imds, GET_SPOT, 2)
         control(imds, "fault", path=SPOT_PATH, kind="delay", value=0.4)
-        until(lambda: run.is_now(Health.DEGRADED), what="the first timeout")
-        until(lambda: run.is_now(Health.OK), what="the longer timeout")
+        run.await_health(Health.DEGRADED)
+        run.await_health(Health.OK)
         before = len(run.statuses)
         polls(imds, GET_SPOT, 4)
         control(imds, "notice", action="terminate", in_s=60)
-        until(lambda: run.notices, what="the notice")
+        run.await_notice()
         assert len(run.statuses) == before
 
 
@@ -251,7 +241,7 @@ def test_without_date_a_clock_that_is_ahead_does_not_end_the_notice(imds: str) -
     control(imds, "fault", path=SPOT_PATH, kind="bare")
     control(imds, "notice", action="terminate", in_s=110)
     with SourceRun(spot(imds, wall=lambda: time.time() + ahead_s[0])) as run:
-        (notice,) = until(lambda: run.notices, what="the notice")
+        notice = run.await_notice()
         assert notice.deadline_quality is DeadlineQuality.ASSUMED
         assert 20 < notice.deadline_mono_s - time.monotonic() <= 25
         for wrong_s in (0.0, 3600.0, -3600.0):
@@ -265,7 +255,7 @@ def test_an_unreachable_service_is_not_taken_for_the_hop_limit(imds: str) -> Non
     """If no request gets a response, the reason does not name the hop limit."""
     control(imds, "fault", kind="hang")
     with SourceRun(spot(imds, timeout_s=0.2)) as run:
-        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
+        run.await_health(Health.DEGRADED)
         assert "hop" not in run.statuses[-1].reason
         assert "0.2 s" in run.statuses[0].reason
 
@@ -276,8 +266,7 @@ def test_refused_token_is_unknown(imds: str, status: int) -> None:
     gets = asked(imds, GET_SPOT)
     control(imds, "fault", path=TOKEN_PATH, kind="status", value=status)
     with SourceRun(spot(imds)) as run:
-        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
-        assert str(status) in run.statuses[-1].reason
+        run.await_health(Health.DEGRADED, str(status))
     assert asked(imds, GET_SPOT) == gets
 
 
@@ -292,9 +281,9 @@ def test_a_stalled_response_delays_no_notice(imds: str, kind: str) -> None:
         polls(imds, GET_SPOT, 1)
         control(imds, "fault", path=SPOT_PATH, kind=kind, value=0.2, count=1)
         control(imds, "notice", action="terminate", in_s=60)
-        until(lambda: run.notices, what="the notice")
+        run.await_notice()
         assert "0.5 s" in run.statuses[1].reason
-        until(lambda: run.is_now(Health.OK), what="recovery")
+        run.await_health(Health.OK)
 
 
 @pytest.mark.fault("N08")
@@ -302,7 +291,7 @@ def test_an_invalid_notice_keeps_its_first_deadline(imds: str) -> None:
     """An invalid body is a notice, raised once, so that its deadline does not move later."""
     with SourceRun(spot(imds)) as run:
         control(imds, "fault", path=SPOT_PATH, kind="body", value='{"action": "term')
-        (notice,) = until(lambda: run.notices, what="the notice")
+        notice = run.await_notice()
         assert notice.deadline_quality is DeadlineQuality.ASSUMED
         assert notice.deadline_mono_s <= time.monotonic() + 25
         assert notice.detail == '{"action": "term'
@@ -316,10 +305,10 @@ def test_wrong_local_clock(imds: str, skew_s: int) -> None:
     """With a clock twenty minutes off the deadline is right, and the health names the difference."""
     with SourceRun(spot(imds, wall=lambda: time.time() + skew_s)) as run:
         stated = control(imds, "notice", action="terminate", in_s=90)["time"]
-        (notice,) = until(lambda: run.notices, what="the notice")
+        notice = run.await_notice()
         end = datetime.fromisoformat(stated).timestamp()
         assert abs(notice.deadline_mono_s - time.monotonic() - (end - time.time())) < 2.5
-        until(lambda: run.is_now(Health.OK), what="health")
+        run.await_health(Health.OK)
         polls(imds, GET_SPOT, 3)
         (status,) = run.statuses
         shown_s = re.search(
@@ -336,7 +325,7 @@ def test_without_date_the_local_clock_decides(imds: str) -> None:
     control(imds, "fault", path=SPOT_PATH, kind="bare")
     control(imds, "notice", action="terminate", time="2020-01-01T00:01:00Z")
     with SourceRun(spot(imds, monotonic=lambda: 500.0, wall=lambda: local)) as run:
-        (notice,) = until(lambda: run.notices, what="the notice")
+        notice = run.await_notice()
     assert notice.deadline_mono_s == 560.0
 
 
@@ -347,8 +336,7 @@ def test_redirects_are_not_followed(imds: str, path: str) -> None:
     with EmulatorProcess("testkit.emulators.aws_imds") as elsewhere:
         control(imds, "fault", path=path, kind="redirect", value=elsewhere.url + SPOT_PATH)
         with SourceRun(spot(imds)) as run:
-            until(lambda: run.is_now(Health.DEGRADED), what="degraded")
-            assert "302" in run.statuses[-1].reason
+            run.await_health(Health.DEGRADED, "302")
         assert asked(elsewhere.url, GET_SPOT) == 0
 
 
@@ -368,13 +356,10 @@ def test_an_invalid_token_is_refused(imds: str, token: str) -> None:
 def test_the_environment_has_no_effect(imds: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Proxy and redirection variables are ignored: the decoy that they name gets no request."""
     with EmulatorProcess("testkit.emulators.aws_imds") as decoy:
-        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy",
-                     "AWS_EC2_METADATA_SERVICE_ENDPOINT", "GCE_METADATA_HOST"):  # fmt: skip
-            monkeypatch.setenv(name, decoy.url)
-        for name in ("NO_PROXY", "no_proxy"):
-            monkeypatch.delenv(name, raising=False)
+        others = "AWS_EC2_METADATA_SERVICE_ENDPOINT", "GCE_METADATA_HOST"
+        set_proxies(monkeypatch, decoy.url, *others)
         with SourceRun(spot(imds)) as run:
-            until(lambda: run.is_now(Health.OK), what="health")
+            run.await_health(Health.OK)
             polls(imds, GET_SPOT, 2)
         assert asked(decoy.url, GET_SPOT) == 0
         assert asked(decoy.url, PUT_TOKEN) == 0
@@ -386,10 +371,9 @@ def test_a_service_that_starts_late(imds: str) -> None:
     with EmulatorProcess("testkit.emulators.aws_imds") as first:
         port = first.url.rpartition(":")[2]
     with SourceRun(spot(first.url, blind_after_s=0.3)) as run:
-        until(lambda: run.is_now(Health.BLIND), what="blind")
-        assert "refused" in run.statuses[-1].reason
+        run.await_health(Health.BLIND, "refused")
         with EmulatorProcess("testkit.emulators.aws_imds", "--port", port):
-            until(lambda: run.is_now(Health.OK), what="health")
+            run.await_health(Health.OK)
             seen = [status.health for status in run.statuses]
     assert seen == [Health.DEGRADED, Health.BLIND, Health.OK]
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -77,26 +77,25 @@ def actions(api: str) -> list[str]:
     return [call["Action"] for call in calls(api)]
 
 
+def beat_until(lifecycle: LifecycleHook, is_enough: Callable[[], bool]) -> None:
+    """Ask for heartbeats until this holds."""
+
+    def is_so() -> bool:
+        lifecycle.heartbeat()
+        return is_enough()
+
+    until(is_so, what="heartbeats")
+
+
 def test_heartbeats_then_completion(imds: str, api: str) -> None:
     """Heartbeats during the evacuation, then one completion, for this VM and region."""
     with hook(imds, api) as lifecycle:
-
-        def beaten() -> bool:
-            lifecycle.heartbeat()
-            return actions(api).count(BEAT) >= 3
-
-        until(beaten, what="heartbeats")
+        beat_until(lifecycle, lambda: actions(api).count(BEAT) >= 3)
         lifecycle.complete()
         until(lambda: COMPLETE in actions(api), what="completion")
-
-        def beaten_again() -> bool:
-            lifecycle.heartbeat()
-            return actions(api)[-1] == BEAT
-
-        until(beaten_again, what="the heartbeat of a later evacuation")
-    completions = [call for call in calls(api) if call["Action"] == COMPLETE]
-    assert len(completions) == 1
-    assert completions[0] == {
+        beat_until(lifecycle, lambda: actions(api)[-1] == BEAT)  # of a later evacuation
+    (completion,) = (call for call in calls(api) if call["Action"] == COMPLETE)
+    assert completion == {
         "Action": COMPLETE,
         "Version": "2011-01-01",
         "LifecycleHookName": "swansong",
@@ -109,12 +108,7 @@ def test_heartbeats_then_completion(imds: str, api: str) -> None:
 def test_heartbeats_keep_their_interval(imds: str, api: str) -> None:
     """Any number of calls sends one heartbeat per interval; the completion is not delayed."""
     with hook(imds, api, interval_s=3600) as lifecycle:
-
-        def beaten() -> bool:
-            lifecycle.heartbeat()
-            return BEAT in actions(api)
-
-        until(beaten, what="the first heartbeat")
+        beat_until(lifecycle, lambda: BEAT in actions(api))
         for _ in range(100):
             lifecycle.heartbeat()
         lifecycle.complete()
@@ -142,12 +136,7 @@ def test_a_rejection_is_final(imds: str, api: str) -> None:
     with hook(imds, api, group="others") as lifecycle:
         lifecycle.complete()
         until(lambda: actions(api) == [COMPLETE], what="the rejection")
-
-        def beaten() -> bool:
-            lifecycle.heartbeat()
-            return BEAT in actions(api)
-
-        until(beaten, what="the next call")
+        beat_until(lifecycle, lambda: BEAT in actions(api))
     assert actions(api).count(COMPLETE) == 1
 
 

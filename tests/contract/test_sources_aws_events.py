@@ -62,12 +62,16 @@ def source(
     timeout_s: float = 5.0,
     blind_after_s: float = 30.0,
     slept_s: list[float] | None = None,
+    wall_ahead_s: float = 0.0,
 ) -> AwsSource:
     options = PollOptions(
         metadata_url=url,
         poll_interval_s=0.05,
         assumed_grace_s=25.0,
-        clocks=Clocks(monotonic=lambda: time.monotonic() - sum(slept_s or ())),
+        clocks=Clocks(
+            monotonic=lambda: time.monotonic() - sum(slept_s or ()),
+            wall=lambda: time.time() + wall_ahead_s,
+        ),
         timeout_s=timeout_s,
         blind_after_s=blind_after_s,
         recheck_s=0.2,
@@ -113,16 +117,16 @@ def test_refusals_are_unknown_and_never_withdraw(
     """An outage makes the source degraded, then blind, and withdraws nothing; a valid response does."""
     with SourceRun(source(kind, imds, blind_after_s=0.3)) as run:
         raise_all(imds)
-        until(lambda: run.notices, what="the notice")
+        run.await_notice()
         control(imds, "fault", path=PATHS[kind], kind="status", value=status)
         control(imds, "quiet")
-        until(lambda: run.is_now(Health.BLIND), what="blind")
+        run.await_health(Health.BLIND)
         polls(imds, f"GET {PATHS[kind]}", 2)
         assert str(status) in run.statuses[-1].reason
         assert run.withdrawals == []
         control(imds, "clear")
-        until(lambda: run.withdrawals, what="the withdrawal")
-        until(lambda: run.is_now(Health.OK), what="recovery")
+        run.await_withdrawal()
+        run.await_health(Health.OK)
     healths = [status.health for status in run.statuses]
     assert healths[-3:] == [Health.DEGRADED, Health.BLIND, Health.OK]
     assert [w.source for w in run.withdrawals] == [kind.name]
@@ -144,13 +148,13 @@ def test_incomplete_responses_are_unknown(imds: str, kind: type[AwsSource], faul
     """Half a response is neither a notice nor a withdrawal; the source is degraded, and recovers."""
     control(imds, "fault", path=PATHS[kind], kind=fault)
     with SourceRun(source(kind, imds, timeout_s=0.3)) as run:
-        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
+        run.await_health(Health.DEGRADED)
         raise_all(imds)
         polls(imds, f"GET {PATHS[kind]}", 2)
         assert run.notices == []
         control(imds, "clear")
-        until(lambda: run.is_now(Health.OK), what="recovery")
-        until(lambda: run.notices, what="the notice")
+        run.await_health(Health.OK)
+        run.await_notice()
     assert len(run.notices) == 1
 
 
@@ -204,7 +208,8 @@ def test_token_is_renewed_beside_the_spot_polls(imds: str) -> None:
         SourceRun(source(AwsSpotSource, imds, session=session, timeout_s=60)) as spot,
         SourceRun(source(AwsRebalanceSource, imds, session=session, timeout_s=60)) as rebalance,
     ):
-        until(lambda: spot.is_now(Health.OK) and rebalance.is_now(Health.OK), what="health")
+        spot.await_health(Health.OK)
+        rebalance.await_health(Health.OK)
         control(imds, "fault", kind="refuse-put")
         hung = asked(imds, puts, "hang")
         assert session.token
@@ -219,11 +224,11 @@ def test_after_a_suspension_the_deadline_is_nearer(imds: str) -> None:
     slept_s: list[float] = []
     with SourceRun(source(AwsSpotSource, imds, slept_s=slept_s)) as run:
         control(imds, "notice", action="terminate", in_s=110)
-        until(lambda: run.notices, what="the notice")
+        run.await_notice()
         polls(imds, f"GET {SPOT_PATH}")
         assert len(run.notices) == 1
         slept_s.append(60)
-        until(lambda: len(run.notices) == 2, what="the notice again")
+        run.await_notice(2)
         polls(imds, f"GET {SPOT_PATH}")
     first, again = run.notices
     assert first.identity == again.identity
@@ -238,16 +243,16 @@ def test_recommendation_is_an_advisory(imds: str) -> None:
     """It is raised once as an advisory, withdrawn when it vanishes, and raised again when it returns."""
     with SourceRun(source(AwsRebalanceSource, imds)) as run:
         control(imds, "rebalance")
-        (notice,) = until(lambda: run.notices, what="the advisory")
+        notice = run.await_notice()
         assert (notice.severity, notice.kind) == (Severity.ADVISORY, "rebalance")
         assert notice.deadline_quality is DeadlineQuality.ASSUMED
         polls(imds, f"GET {REBALANCE_PATH}")
         assert len(run.notices) == 1
         control(imds, "quiet")
-        until(lambda: run.withdrawals, what="the withdrawal")
+        run.await_withdrawal()
         path = REBALANCE_PATH.removeprefix(META_DATA)
         control(imds, "set", path=path, value='{"noticeTime": "2031-01-01T00:00:00Z"}')
-        until(lambda: len(run.notices) == 2, what="the second")
+        run.await_notice(2)
     assert "2031" in run.notices[1].detail
 
 
@@ -260,22 +265,21 @@ def test_on_demand_vm_has_no_spot_notices(imds: str) -> None:
         SourceRun(source(AwsRebalanceSource, imds, session=session)) as rebalance,
         SourceRun(source(AwsAsgSource, imds, session=session)) as group,
     ):
-        until(lambda: spot.is_now(Health.UNSUPPORTED), what="spot unsupported")
-        until(lambda: rebalance.is_now(Health.UNSUPPORTED), what="rebalance unsupported")
+        spot.await_health(Health.UNSUPPORTED)
+        rebalance.await_health(Health.UNSUPPORTED)
         before = asked(imds, f"GET {SPOT_PATH}"), asked(imds, f"GET {REBALANCE_PATH}")
         polls(imds, f"GET {REBALANCE_PATH}", 3)
-        assert (
-            asked(imds, f"GET {SPOT_PATH}") - before[0]
-            > asked(imds, f"GET {REBALANCE_PATH}") - before[1]
-        )
+        more = asked(imds, f"GET {SPOT_PATH}"), asked(imds, f"GET {REBALANCE_PATH}")
+        assert more[0] - before[0] > more[1] - before[1]
         assert group.is_now(Health.OK)
         control(imds, "notice", action="terminate", in_s=60)
-        until(lambda: spot.notices, what="the notice")
-        until(lambda: spot.is_now(Health.OK), what="health")
+        spot.await_notice()
+        spot.await_health(Health.OK)
         control(imds, "withdraw")
-        until(lambda: spot.is_now(Health.UNSUPPORTED), what="spot unsupported again")
+        spot.await_health(Health.UNSUPPORTED)
         control(imds, "set", path="instance-life-cycle", value="spot")
-        until(lambda: spot.is_now(Health.OK) and rebalance.is_now(Health.OK), what="support")
+        spot.await_health(Health.OK)
+        rebalance.await_health(Health.OK)
 
 
 def test_life_cycle_of_a_spot_vm_is_read_once(imds: str) -> None:
@@ -317,14 +321,14 @@ def test_states_that_end_the_vm(imds: str, state: str, kind: str) -> None:
         asg(imds, "InService")
         polls(imds, f"GET {ASG_PATH}")
         asg(imds, state)
-        (notice,) = until(lambda: run.notices, what="the notice")
+        notice = run.await_notice()
         assert (notice.kind, notice.severity) == (kind, Severity.IMMINENT)
         assert notice.deadline_quality is DeadlineQuality.ASSUMED
         assert 20 < notice.deadline_mono_s - time.monotonic() <= 25
         polls(imds, f"GET {ASG_PATH}")
         assert len(run.notices) == 1
     with SourceRun(source(AwsAsgSource, imds)) as restarted:
-        (again,) = until(lambda: restarted.notices, what="the notice after a restart")
+        again = restarted.await_notice()
     assert again.identity == notice.identity
 
 
@@ -333,12 +337,12 @@ def test_back_in_service_withdraws(imds: str, back: str | None) -> None:
     """A state in which the VM stays withdraws the notice, and the next transition raises it again."""
     with SourceRun(source(AwsAsgSource, imds)) as run:
         asg(imds, "Terminated")
-        until(lambda: run.notices, what="the notice")
+        run.await_notice()
         asg(imds, back)
-        (withdrawn,) = until(lambda: run.withdrawals, what="the withdrawal")
+        withdrawn = run.await_withdrawal()
         assert (back or "not set") in withdrawn.reason
         asg(imds, "Terminated")
-        until(lambda: len(run.notices) == 2, what="the second notice")
+        run.await_notice(2)
 
 
 @pytest.mark.fault("N08")
@@ -347,14 +351,13 @@ def test_unknown_state_is_unknown(imds: str, state: str) -> None:
     """It neither raises nor withdraws a notice; the reason names the state."""
     with SourceRun(source(AwsAsgSource, imds)) as run:
         asg(imds, "Terminated")
-        until(lambda: run.notices, what="the notice")
+        run.await_notice()
         asg(imds, state)
-        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
-        assert "lifecycle state" in run.statuses[-1].reason
+        run.await_health(Health.DEGRADED, "lifecycle state")
         assert len(run.statuses[-1].reason) < 120
         assert run.withdrawals == []
         asg(imds, "Terminated")
-        until(lambda: run.is_now(Health.OK), what="recovery")
+        run.await_health(Health.OK)
         assert len(run.notices) == 1
 
 
@@ -369,7 +372,7 @@ def test_event_is_a_notice_with_its_date(imds: str) -> None:
         polls(imds, f"GET {SCHEDULED_PATH}")
         assert asked(imds, f"GET {HISTORY_PATH}") == asked_before
         control(imds, "schedule", code="instance-retirement", in_s=86400, event_id="e-1")
-        (notice,) = until(lambda: run.notices, what="the notice")
+        notice = run.await_notice()
         assert abs(notice.deadline_mono_s - time.monotonic() - 86400) < 3
         assert (notice.kind, notice.severity) == ("retirement", Severity.SCHEDULED)
         polls(imds, f"GET {SCHEDULED_PATH}")
@@ -380,15 +383,9 @@ def test_event_is_a_notice_with_its_date(imds: str) -> None:
 @pytest.mark.parametrize("skew_s", [1200, -1200])
 def test_wrong_local_clock(imds: str, skew_s: int) -> None:
     """With a clock twenty minutes off the deadline of an event is right."""
-    wrong = AwsScheduledSource(
-        PollOptions(
-            metadata_url=imds, poll_interval_s=0.05, assumed_grace_s=25.0, timeout_s=5,
-            clocks=Clocks(wall=lambda: time.time() + skew_s),
-        )
-    )  # fmt: skip
-    with SourceRun(wrong) as run:
+    with SourceRun(source(AwsScheduledSource, imds, wall_ahead_s=skew_s)) as run:
         control(imds, "schedule", code="system-reboot", in_s=3600)
-        (notice,) = until(lambda: run.notices, what="the notice")
+        notice = run.await_notice()
         assert abs(notice.deadline_mono_s - time.monotonic() - 3600) < 3
 
 
@@ -397,9 +394,9 @@ def test_finished_event_withdraws(imds: str, state: str) -> None:
     """An event that moved to the history is withdrawn, and the reason states how it ended."""
     with SourceRun(source(AwsScheduledSource, imds)) as run:
         control(imds, "schedule", code="instance-stop", in_s=3600, event_id="e-1")
-        until(lambda: run.notices, what="the notice")
+        run.await_notice()
         control(imds, "finish", event_id="e-1", state=state)
-        (withdrawn,) = until(lambda: run.withdrawals, what="the withdrawal")
+        withdrawn = run.await_withdrawal()
         assert state in withdrawn.reason
         polls(imds, f"GET {SCHEDULED_PATH}")
     assert (len(run.notices), len(run.withdrawals)) == (1, 1)
@@ -409,10 +406,10 @@ def test_an_event_that_moves_between_two_requests_is_withdrawn_with_its_end(imds
     """It is listed as active, and as canceled in the history, which is read later."""
     with SourceRun(source(AwsScheduledSource, imds)) as run:
         event = control(imds, "schedule", code="instance-stop", in_s=3600, event_id="e-1")
-        until(lambda: run.notices, what="the notice")
+        run.await_notice()
         ended = {**event, "Description": "[Canceled] by AWS", "State": "canceled"}
         control(imds, "set", path=HISTORY_KEY, value=json.dumps([ended]))
-        (withdrawn,) = until(lambda: run.withdrawals, what="the withdrawal")
+        withdrawn = run.await_withdrawal()
         assert "canceled" in withdrawn.reason
 
 
@@ -421,9 +418,9 @@ def test_vanished_event_withdraws(imds: str) -> None:
     with SourceRun(source(AwsScheduledSource, imds)) as run:
         control(imds, "fault", path=HISTORY_PATH, kind="status", value=503)
         control(imds, "schedule", code="instance-stop", in_s=3600, event_id="e-1")
-        until(lambda: run.notices, what="the notice")
+        run.await_notice()
         control(imds, "quiet")
-        (withdrawn,) = until(lambda: run.withdrawals, what="the withdrawal")
+        withdrawn = run.await_withdrawal()
     assert "no longer listed" in withdrawn.reason
 
 
@@ -431,14 +428,14 @@ def test_earliest_of_several_counts(imds: str) -> None:
     """An earlier event replaces a later one; when it is canceled, the later one counts again."""
     with SourceRun(source(AwsScheduledSource, imds)) as run:
         control(imds, "schedule", code="system-reboot", in_s=9000, event_id="late")
-        until(lambda: len(run.notices) == 1, what="the first notice")
+        run.await_notice()
         control(imds, "schedule", code="instance-stop", in_s=3600, event_id="early")
-        until(lambda: len(run.notices) == 2, what="the earlier event")
+        run.await_notice(2)
         control(imds, "finish", event_id="early", state="canceled")
-        until(lambda: len(run.notices) == 3, what="the first event again")
+        run.await_notice(3)
         assert run.withdrawals == []
         control(imds, "schedule", code="system-reboot", in_s=20000, event_id="late")
-        until(lambda: len(run.notices) == 4, what="the postponed event")
+        run.await_notice(4)
     kinds = [notice.kind for notice in run.notices]
     assert kinds == ["reboot", "stop", "reboot", "reboot"]
     assert [n.identity for n in run.notices] == [
@@ -469,7 +466,7 @@ def test_events_that_are_over_raise_no_notice(imds: str) -> None:
         nameless = json.dumps([*over, base])
         path = SCHEDULED_PATH.removeprefix(META_DATA)
         control(imds, "set", path=path, value=nameless)
-        until(lambda: run.notices, what="the notice of an event without a name")
+        run.await_notice()
 
 
 @pytest.mark.fault("N08")
@@ -478,11 +475,11 @@ def test_an_invalid_list_is_unknown(imds: str, body: str) -> None:
     """It degrades the source, and neither raises nor withdraws a notice."""
     with SourceRun(source(AwsScheduledSource, imds)) as run:
         control(imds, "schedule", code="instance-stop", in_s=3600)
-        until(lambda: run.notices, what="the notice")
+        run.await_notice()
         control(imds, "fault", path=SCHEDULED_PATH, kind="body", value=body)
-        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
+        run.await_health(Health.DEGRADED)
         control(imds, "clear")
-        until(lambda: run.is_now(Health.OK), what="recovery")
+        run.await_health(Health.OK)
     assert (len(run.notices), run.withdrawals) == (1, [])
 
 
@@ -492,6 +489,7 @@ def test_an_invalid_list_is_unknown(imds: str, body: str) -> None:
 def test_each_source_raises_its_own_notice(imds: str) -> None:
     """All sources of a VM together: each notice, and each withdrawal, comes from one source."""
     config = SourcesConfig(cloud="aws", metadata_url=imds, poll_interval_s=0.02)
+    stop = "instance-stop"
     with ExitStack() as stack:
         runs = [
             stack.enter_context(SourceRun(opened))
@@ -502,11 +500,7 @@ def test_each_source_raises_its_own_notice(imds: str) -> None:
             (lambda: control(imds, "notice", action="hibernate", in_s=60), "aws.spot", "hibernate"),
             (lambda: control(imds, "notice", action="terminate", in_s=60), "aws.spot", "reclaim"),
             (lambda: control(imds, "rebalance"), "aws.rebalance", "rebalance"),
-            (
-                lambda: control(imds, "schedule", code="instance-stop", in_s=3600),
-                "aws.scheduled",
-                "stop",
-            ),
+            (lambda: control(imds, "schedule", code=stop, in_s=3600), "aws.scheduled", "stop"),
             (lambda: asg(imds, "Terminated"), "aws.asg", "scale-in"),
         ):
             for run in runs:
@@ -532,5 +526,5 @@ def test_grace_of_the_lifecycle_hook_can_be_configured(imds: str) -> None:
     (group,) = [one for one in opened if one.name == "aws.asg"]
     asg(imds, "Terminated")
     with SourceRun(group) as run:
-        (notice,) = until(lambda: run.notices, what="the notice")
+        notice = run.await_notice()
         assert 290 < notice.deadline_mono_s - time.monotonic() <= 300

@@ -79,17 +79,17 @@ def test_without_a_valid_document_the_events_are_unknown(
 ) -> None:
     """No fault of the service is a notice, or withdraws one; the source is blind meanwhile, and recovers."""
     with SourceRun(source(kind, imds)) as run:
-        until(lambda: run.is_now(Health.OK), what="an idle document")
+        run.await_health(Health.OK)
         assert run.notices == []
         control(imds, "event", type=TYPES[kind], in_s=600)
-        until(lambda: run.notices, what="the notice")
+        run.await_notice()
         control(imds, "fault", path=EVENTS_PATH, **fault)
-        until(lambda: run.is_now(Health.BLIND), what="blind")
+        run.await_health(Health.BLIND)
         assert run.withdrawals == []
         control(imds, "end")
         control(imds, "clear")
-        until(lambda: run.withdrawals, what="the withdrawal")
-        until(lambda: run.is_now(Health.OK), what="recovery")
+        run.await_withdrawal()
+        run.await_health(Health.OK)
     assert len(run.notices) == 1
 
 
@@ -113,7 +113,7 @@ def test_each_type_of_event_is_a_notice_of_one_source(
     before_mono_s = time.monotonic()
     with SourceRun(source(KINDS[0], imds)) as one, SourceRun(source(KINDS[1], imds)) as other:
         for run in (one, other):
-            until(lambda run=run: run.is_now(Health.OK), what="an answer")
+            run.await_health(Health.OK)
     notices = [*one.notices, *other.notices]
     assert [(each.source, each.kind) for each in notices] == ([(name, kind)] if name else [])
     for notice in notices:
@@ -130,7 +130,7 @@ def test_an_event_of_other_vms_is_no_notice(imds: str) -> None:
         polls(imds, GET)
         assert run.notices == []
         control(imds, "event", type="Preempt", in_s=600, resources=["x", VM_NAME.upper()])
-        until(lambda: run.notices, what="the notice")
+        run.await_notice()
 
 
 @pytest.mark.fault("N06")
@@ -139,30 +139,29 @@ def test_an_event_is_unknown_while_the_name_of_the_vm_is(imds: str) -> None:
     control(imds, "fault", path=NAME_PATH, kind="status", value=500)
     control(imds, "event", type="Preempt", in_s=600)
     with SourceRun(source(AzureDeletionSource, imds)) as run:
-        until(lambda: run.is_now(Health.BLIND), what="blind")
+        run.await_health(Health.BLIND)
         assert run.notices == []
         control(imds, "clear")
-        until(lambda: run.notices, what="the notice")
+        run.await_notice()
 
 
 def test_a_started_event_keeps_its_deadline(imds: str) -> None:
     """An event that starts loses its time: the first deadline stays, and nothing is posted again."""
     with SourceRun(source(AzureDeletionSource, imds)) as run:
         started = control(imds, "event", type="Preempt", in_s=40)["id"]
-        until(lambda: run.notices, what="the notice")
+        run.await_notice()
         control(imds, "start", id=started)
         polls(imds, GET)
         assert len(run.notices) == 1
         control(imds, "end", id=started)
-        until(lambda: run.withdrawals, what="the withdrawal")
+        run.await_withdrawal()
 
 
 def test_an_event_that_begins_as_started_has_the_assumed_grace_period(imds: str) -> None:
     """After a failure of the hardware, Azure starts an event without an announcement."""
     control(imds, "event", type="Reboot", in_s=0)
     with SourceRun(source(AzureScheduledSource, imds)) as run:
-        until(lambda: run.notices, what="the notice")
-    (notice,) = run.notices
+        notice = run.await_notice()
     assert notice.deadline_quality is DeadlineQuality.ASSUMED
     assert notice.deadline_mono_s - time.monotonic() == pytest.approx(GRACE_S, abs=5)
 
@@ -182,11 +181,11 @@ def test_the_nearest_event_counts(imds: str) -> None:
     """Of two events the nearer one is the notice; once it is over, the other one is."""
     later = control(imds, "event", type="Redeploy", in_s=900)["id"]
     with SourceRun(source(AzureScheduledSource, imds)) as run:
-        until(lambda: run.notices, what="the notice")
+        run.await_notice()
         sooner = control(imds, "event", type="Reboot", in_s=100)["id"]
-        until(lambda: len(run.notices) == 2, what="the nearer one")
+        run.await_notice(2)
         control(imds, "end", id=sooner)
-        until(lambda: len(run.notices) == 3, what="the other one again")
+        run.await_notice(3)
     found = [each.identity.partition(":")[2] for each in run.notices]
     assert found == [later, sooner, later]
 
@@ -203,7 +202,7 @@ def test_an_event_is_approved_after_safe_only_and_only_if_it_names_no_other_vm(i
     with SourceRun(watched) as run:
         own = control(imds, "event", type="Reboot", in_s=600)["id"]
         shared = control(imds, "event", type="Redeploy", in_s=600, resources=[VM_NAME, "x"])["id"]
-        until(lambda: run.notices, what="the notice")
+        run.await_notice()
         polls(imds, GET)
         assert approvals(imds) == before
         control(imds, "fault", path=EVENTS_PATH, method="POST", kind="status", value=503, count=2)
@@ -220,7 +219,7 @@ def test_an_approval_is_a_choice(imds: str) -> None:
     watched = source(AzureDeletionSource, imds)
     with SourceRun(watched) as run:
         own = control(imds, "event", type="Preempt", in_s=600)["id"]
-        until(lambda: run.notices, what="the notice")
+        run.await_notice()
         watched.settle(frozenset({f"azure.deletion:{own}"}))
         polls(imds, GET)
     assert approvals(imds) == before

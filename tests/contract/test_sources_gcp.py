@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from swansong_bucket.model import DeadlineQuality, Health, Severity
@@ -34,50 +35,29 @@ def server(process: EmulatorProcess) -> str:
 
 
 def preempted(
-    url: str,
-    *,
-    hang_s: int = 30,
-    timeout_s: float = 40.0,
-    blind_after_s: float = 30.0,
-    boot_id: str | None = "boot-1",
-    notice_s: float | None = None,
-    learn_after_s: float = 15.0,
+    url: str, *, notice_s: float | None = None, learn_after_s: float = 15.0, **options: Any
 ) -> GcpPreemptedSource:
-    options = GcpOptions(
-        metadata_url=url,
-        grace_s=25.0,
-        boot_id=read_boot_id() if boot_id is None else boot_id,
-        hang_s=hang_s,
-        timeout_s=timeout_s,
-        retry_cap_s=0.1,
-        blind_after_s=blind_after_s,
-    )
-    return GcpPreemptedSource(options, notice_s=notice_s, learn_after_s=learn_after_s)
+    options = {"hang_s": 30, "timeout_s": 40.0, **options}
+    made = GcpOptions(metadata_url=url, grace_s=25.0, retry_cap_s=0.1, **options)
+    return GcpPreemptedSource(made, notice_s=notice_s, learn_after_s=learn_after_s)
 
 
 def test_a_change_ends_the_held_request(server: str) -> None:
     """The first request returns immediately; the second is held and returns when the value changes."""
     before = asked(server, GET)
     with SourceRun(preempted(server)) as run:
-        until(lambda: run.is_now(Health.OK), what="health")
+        run.await_health(Health.OK)
         polls(server, GET, 0)
         until(lambda: asked(server, GET) == before + 2, what="the hanging request")
         control(server, "set", key=KEY, value="TRUE")
-        (notice,) = until(lambda: run.notices, what="the notice")
+        notice = run.await_notice()
         assert asked(server, GET, "200") - before <= 3
         assert (notice.source, notice.kind) == ("gcp.preempted", "reclaim")
+        assert notice.identity == f"gcp.preempted:{read_boot_id()}"  # of this machine by default
         assert notice.severity is Severity.IMMINENT
         assert notice.deadline_quality is DeadlineQuality.ASSUMED
         assert 20 < notice.deadline_mono_s - time.monotonic() <= 25
         assert [status.health for status in run.statuses] == [Health.OK]
-
-
-def test_boot_of_this_machine_is_the_default(server: str) -> None:
-    """Without a configured boot id the identity contains the kernel's."""
-    control(server, "set", key=KEY, value="TRUE")
-    with SourceRun(preempted(server, boot_id=None)) as run:
-        (notice,) = until(lambda: run.notices, what="the notice")
-    assert notice.identity == f"gcp.preempted:{read_boot_id()}"
 
 
 def test_wakeups_without_a_change_are_normal(server: str) -> None:
@@ -87,7 +67,7 @@ def test_wakeups_without_a_change_are_normal(server: str) -> None:
         control(server, "touch", key=KEY)
         assert run.notices == []
         control(server, "set", key=KEY, value="TRUE")
-        until(lambda: run.notices, what="the notice")
+        run.await_notice()
         for _ in range(2):
             control(server, "touch", key=KEY)
             polls(server, GET, 1)
@@ -99,7 +79,7 @@ def test_server_that_does_not_hold_requests_is_not_hammered(server: str) -> None
     """Immediate responses without a change are requested at an interval."""
     control(server, "fault", path=PATH, kind="body", value="FALSE")
     with SourceRun(preempted(server)) as run:
-        until(lambda: run.is_now(Health.OK), what="health")
+        run.await_health(Health.OK)
         started, before = time.monotonic(), asked(server, GET)
         polls(server, GET, 5)
         asked_more = asked(server, GET) - before
@@ -110,9 +90,9 @@ def test_server_that_does_not_hold_requests_is_not_hammered(server: str) -> None
 def test_a_held_request_that_never_returns_is_replaced(server: str) -> None:
     """It ends at the timeout, and the next request reads the current value."""
     with SourceRun(preempted(server, hang_s=30, timeout_s=0.5, blind_after_s=60)) as run:
-        until(lambda: run.is_now(Health.OK), what="health")
-        until(lambda: run.is_now(Health.DEGRADED), what="the timeout")
-        until(lambda: run.is_now(Health.OK), what="a request without an ETag")
+        run.await_health(Health.OK)
+        run.await_health(Health.DEGRADED)
+        run.await_health(Health.OK)
 
 
 @pytest.mark.fault("N01", "N02")
@@ -120,9 +100,9 @@ def test_server_that_dies_after_the_notice_withdraws_nothing(server: str) -> Non
     """If the server stops responding, the source is blind, and the notice stays in force."""
     with SourceRun(preempted(server, hang_s=1, timeout_s=0.3, blind_after_s=0.5)) as run:
         control(server, "set", key=KEY, value="TRUE")
-        until(lambda: run.notices, what="the notice")
+        run.await_notice()
         control(server, "dead", after_s=0)
-        until(lambda: run.is_now(Health.BLIND), what="blind")
+        run.await_health(Health.BLIND)
         assert run.withdrawals == []
 
 
@@ -146,7 +126,7 @@ def test_configured_notice(
     with SourceRun(preempted(server, notice_s=notice_s, learn_after_s=0.1, hang_s=1)) as run:
         until(lambda: asked(server, GET) >= before + 2, what="the hanging request")
         control(server, "set", key=KEY, value="TRUE")
-        (notice,) = until(lambda: run.notices, what="the notice")
+        notice = run.await_notice()
         assert left_s - 5 < notice.deadline_mono_s - time.monotonic() <= left_s
         assert notice.deadline_quality is quality
         control(server, "touch", key=KEY)
@@ -173,11 +153,11 @@ def test_long_notice_is_learned(server: str) -> None:
 def test_nothing_is_learned_of_a_withdrawn_notice(server: str) -> None:
     """The later deadline is not posted if the notice was withdrawn before."""
     with SourceRun(preempted(server, learn_after_s=0.5)) as run:
-        until(lambda: run.is_now(Health.OK), what="health")
+        run.await_health(Health.OK)
         control(server, "set", key=KEY, value="TRUE")
-        until(lambda: run.notices, what="the notice")
+        run.await_notice()
         control(server, "set", key=KEY, value="FALSE")
-        until(lambda: run.withdrawals, what="the withdrawal")
+        run.await_withdrawal()
         posted_mono_s = time.monotonic()
         until(lambda: time.monotonic() > posted_mono_s + 0.8, what="the time to learn")
         assert len(run.notices) == 1
@@ -191,7 +171,7 @@ def test_long_notice_is_not_counted_on_after_a_late_start(
     """After the change the rest of the 120 s is unknown, so the short grace period is assumed."""
     control(server, "set", key=KEY, value="TRUE")
     with SourceRun(preempted(server, notice_s=notice_s, learn_after_s=0.1, hang_s=1)) as run:
-        (notice,) = until(lambda: run.notices, what="the notice")
+        notice = run.await_notice()
         assert 20 < notice.deadline_mono_s - time.monotonic() <= 25
         assert notice.deadline_quality is DeadlineQuality.ASSUMED
         polls(server, GET, 2)
@@ -201,14 +181,14 @@ def test_long_notice_is_not_counted_on_after_a_late_start(
 def test_a_change_during_an_outage_is_as_old_as_the_last_false(server: str) -> None:
     """The time since the last FALSE is subtracted from the 120 s."""
     with SourceRun(preempted(server, notice_s=120.0, hang_s=1, timeout_s=2)) as run:
-        until(lambda: run.is_now(Health.OK), what="health")
+        run.await_health(Health.OK)
         control(server, "fault", path=PATH, kind="status", value=503)
-        until(lambda: run.is_now(Health.DEGRADED), what="the outage")
+        run.await_health(Health.DEGRADED)
         began_mono_s = time.monotonic()
         control(server, "set", key=KEY, value="TRUE")
         until(lambda: time.monotonic() > began_mono_s + 1, what="a second of outage")
         control(server, "clear")
-        (notice,) = until(lambda: run.notices, what="the notice")
+        notice = run.await_notice()
         assert notice.deadline_mono_s <= began_mono_s + 115
 
 
@@ -217,7 +197,7 @@ def test_a_key_that_was_never_there(server: str) -> None:
     control(server, "set", key=KEY, value=None)
     before = asked(server, GET)
     with SourceRun(preempted(server)) as run:
-        until(lambda: run.is_now(Health.UNSUPPORTED), what="unsupported")
+        run.await_health(Health.UNSUPPORTED)
         assert asked(server, GET) == before + 1
 
 
@@ -225,7 +205,7 @@ def test_a_key_that_vanishes_is_unknown(server: str) -> None:
     """404 after a value withdraws nothing: the source is degraded, and the notice stays in force."""
     control(server, "set", key=KEY, value="TRUE")
     with SourceRun(preempted(server)) as run:
-        until(lambda: run.notices, what="the notice")
+        run.await_notice()
         control(server, "set", key=KEY, value=None)
-        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
+        run.await_health(Health.DEGRADED)
         assert run.withdrawals == []

@@ -16,7 +16,7 @@ from swansongd.sources.gcp import GcpOptions, GcpPreemptedSource, GcpSource
 from swansongd.sources.gcp_events import GcpMaintenanceSource, GcpStopSource, GcpUpcomingSource
 
 from testkit.emulators.process import EmulatorProcess
-from testkit.source_run import SourceRun, asked, control
+from testkit.source_run import SourceRun, asked, control, set_proxies
 from testkit.waiting import until
 
 BASE = "/computeMetadata/v1/"
@@ -74,11 +74,6 @@ def opened(
     return SourceRun(kind(GcpOptions(metadata_url=url, clocks=clocks, **{**settings, **options})))
 
 
-def notice_of(run: SourceRun) -> Notice:
-    until(lambda: run.notices, what="the notice")
-    return run.notices[-1]
-
-
 def left_s(notice: Notice) -> float:
     return notice.deadline_mono_s - time.monotonic()
 
@@ -95,17 +90,17 @@ def test_raised_once_and_withdrawn(server: str, kind: type) -> None:
     """An idle value is ok; an event raises the notice once, in all polls; an idle value withdraws it."""
     key, value, idle = EVENTS[kind]
     with opened(kind, server, hang_s=1) as run:
-        until(lambda: run.is_now(Health.OK), what="health")
+        run.await_health(Health.OK)
         assert run.notices == []
         control(server, "set", key=key, value=value)
-        notice = notice_of(run)
+        notice = run.await_notice()
         assert notice.source == kind.name == run.statuses[-1].source
         goal = asked(server, f"GET {BASE}{key}") + 2
         control(server, "touch", key=key)
         until(lambda: asked(server, f"GET {BASE}{key}") >= goal, what="more responses")
         assert len(run.notices) == 1
         control(server, "set", key=key, value=idle)
-        (withdrawn,) = until(lambda: run.withdrawals, what="the withdrawal")
+        withdrawn = run.await_withdrawal()
         assert withdrawn.source == kind.name
 
 
@@ -118,7 +113,7 @@ def test_identity_survives_a_restart(server: str, kind: type) -> None:
     identities = set()
     for _ in range(2):
         with opened(kind, server) as run:
-            identities.add(notice_of(run).identity)
+            identities.add(run.await_notice().identity)
     assert len(identities) == 1
 
 
@@ -145,14 +140,14 @@ def test_failures_are_unknown_and_pass(
     key, event, idle = EVENTS[kind]
     control(server, "set", key=key, value=event)
     with opened(kind, server, hang_s=1, timeout_s=0.5) as run:
-        notice_of(run)
+        run.await_notice()
         control(server, "fault", path=BASE + key, kind=fault, value=value)
         until(lambda: word in "".join(s.reason for s in run.statuses), what="the reason")
         control(server, "set", key=key, value=idle)
         assert run.withdrawals == []
         control(server, "clear")
-        until(lambda: run.withdrawals, what="the withdrawal")
-        until(lambda: run.is_now(Health.OK), what="health")
+        run.await_withdrawal()
+        run.await_health(Health.OK)
 
 
 @pytest.mark.fault("N08", "S18")
@@ -162,7 +157,7 @@ def test_an_unknown_value_is_unknown(server: str, kind: type, body: str) -> None
     """It neither raises nor withdraws a notice, and its reason is short."""
     control(server, "fault", path=BASE + EVENTS[kind][0], kind="body", value=body)
     with opened(kind, server) as run:
-        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
+        run.await_health(Health.DEGRADED)
         assert run.notices == []
         assert len(run.statuses[-1].reason) < 300
 
@@ -174,10 +169,9 @@ def test_a_response_of_another_server_is_not_used(server: str, kind: type) -> No
     key, value, _ = EVENTS[kind]
     control(server, "set", key=key, value=value)
     with opened(kind, server, hang_s=1) as run:
-        notice_of(run)
+        run.await_notice()
         control(server, "fault", path=BASE + key, kind="bare")
-        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
-        assert "Metadata-Flavor" in run.statuses[-1].reason
+        run.await_health(Health.DEGRADED, "Metadata-Flavor")
         control(server, "set", key=key, value=None)
         goal = asked(server, f"GET {BASE}{key}", "404") + 2
         until(lambda: asked(server, f"GET {BASE}{key}", "404") >= goal, what="more responses")
@@ -192,15 +186,12 @@ def test_no_request_goes_elsewhere(
     """Neither the environment nor a redirect sends a request to the decoy."""
     key, value, _ = EVENTS[kind]
     with EmulatorProcess("testkit.emulators.gcp_metadata") as decoy:
-        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
-            monkeypatch.setenv(name, decoy.url)
+        set_proxies(monkeypatch, decoy.url)
         for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP", "GCE_METADATA_ROOT"):
             monkeypatch.setenv(name, decoy.url.removeprefix("http://"))
-        for name in ("NO_PROXY", "no_proxy"):
-            monkeypatch.delenv(name, raising=False)
         control(server, "set", key=key, value=value)
         with opened(kind, server, hang_s=1) as run:
-            notice_of(run)
+            run.await_notice()
             elsewhere = decoy.url + BASE + key
             control(server, "fault", path=BASE + key, kind="redirect", value=elsewhere)
             until(lambda: "302" in run.statuses[-1].reason, what="the refusal")
@@ -220,7 +211,7 @@ def test_host_maintenance_leaves_an_hour(server: str, value: str) -> None:
     with opened(GcpMaintenanceSource, server) as run:
         until(lambda: asked(server, key) == before + 2, what="the hanging request")
         control(server, "set", key=MAINTENANCE, value=value)
-        notice = notice_of(run)
+        notice = run.await_notice()
         assert (notice.kind, notice.severity) == ("host-maintenance", Severity.SCHEDULED)
         assert notice.deadline_quality is DeadlineQuality.DERIVED
         assert 3590 < left_s(notice) <= 3600
@@ -231,23 +222,23 @@ def test_live_migration_raises_no_notice(server: str) -> None:
     """The VM keeps running; an announced end that becomes a migration is withdrawn."""
     with opened(GcpMaintenanceSource, server) as run:
         control(server, "set", key=MAINTENANCE, value="MIGRATE_ON_HOST_MAINTENANCE")
-        until(lambda: run.is_now(Health.OK), what="health")
+        run.await_health(Health.OK)
         control(server, "set", key=MAINTENANCE, value=TERMINATE)
-        notice_of(run)
+        run.await_notice()
         control(server, "set", key=MAINTENANCE, value="MIGRATE_ON_HOST_MAINTENANCE")
-        until(lambda: run.withdrawals, what="the withdrawal")
+        run.await_withdrawal()
     assert len(run.notices) == 1
 
 
 def test_a_watched_key_gets_every_notice(server: str) -> None:
     """The server warns only VMs that have read the key since the last event; the source always has."""
     with opened(GcpMaintenanceSource, server) as run:
-        until(lambda: run.is_now(Health.OK), what="health")
+        run.await_health(Health.OK)
         for count in (1, 2):
             assert control(server, "maintenance", value=TERMINATE) == {"shown": True}
-            until(lambda count=count: len(run.notices) == count, what="the notice")
+            run.await_notice(count)
             control(server, "maintenance", value="NONE")
-            until(lambda count=count: len(run.withdrawals) == count, what="the withdrawal")
+            run.await_withdrawal(count)
 
 
 # ---------------------------------------------------------------- gcp.upcoming
@@ -258,10 +249,10 @@ def test_idle_values(server: str, value: str) -> None:
     """Each idle value is ok, and withdraws an earlier notice."""
     with opened(GcpUpcomingSource, server) as run:
         control(server, "upcoming", in_s=7200)
-        notice_of(run)
+        run.await_notice()
         control(server, "set", key=UPCOMING, value=value)
-        until(lambda: run.withdrawals, what="the withdrawal")
-        until(lambda: run.is_now(Health.OK), what="health")
+        run.await_withdrawal()
+        run.await_health(Health.OK)
 
 
 def test_idle_value_with_status_503(server: str) -> None:
@@ -269,12 +260,12 @@ def test_idle_value_with_status_503(server: str) -> None:
     answer = {"path": BASE + UPCOMING, "kind": "status", "value": 503}
     control(server, "fault", **answer, body='{"error": "no notifications have been received yet"}')
     with opened(GcpUpcomingSource, server, hang_s=1) as run:
-        until(lambda: run.is_now(Health.OK), what="health")
+        run.await_health(Health.OK)
         control(server, "clear")
         control(server, "upcoming", in_s=7200)
-        notice_of(run)
+        run.await_notice()
         control(server, "fault", **answer, body='{"error": "no notifications yet"}')
-        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
+        run.await_health(Health.DEGRADED)
         assert run.withdrawals == []
 
 
@@ -293,7 +284,7 @@ def test_window_in_every_spelling(server: str, fields: tuple[str, ...], wall_off
     body = dict(zip(fields, ("SCHEDULED", "PENDING", utc(7200)), strict=True))
     control(server, "set", key=UPCOMING, value=json.dumps(body))
     with opened(GcpUpcomingSource, server, wall_off_s=wall_off_s) as run:
-        notice = notice_of(run)
+        notice = run.await_notice()
         assert (notice.kind, notice.severity) == ("host-maintenance", Severity.SCHEDULED)
         assert notice.deadline_quality is DeadlineQuality.STATED
         assert 7190 < left_s(notice) <= 7201
@@ -316,7 +307,7 @@ def test_a_window_with_an_invalid_start(
     body = json.dumps({"type": "UNSCHEDULED", "windowStartTime": begin})
     control(server, "set", key=UPCOMING, value=body)
     with opened(GcpUpcomingSource, server) as run:
-        notice = notice_of(run)
+        notice = run.await_notice()
         assert most_s - 10 < left_s(notice) <= most_s
         assert notice.deadline_quality is quality
 
@@ -325,7 +316,7 @@ def test_moved_window_is_the_same_notice(server: str) -> None:
     """A moved window is posted again, with its later deadline and the same identity."""
     with opened(GcpUpcomingSource, server) as run:
         control(server, "upcoming", in_s=7200)
-        notice_of(run)
+        run.await_notice()
         control(server, "upcoming", in_s=14400)
         first, second = until(lambda: len(run.notices) == 2 and run.notices, what="the second")
         assert first.identity == second.identity
@@ -337,7 +328,7 @@ def test_a_missing_key_is_unsupported(server: str) -> None:
     """A VM without the key is unsupported, and not degraded."""
     control(server, "set", key=UPCOMING, value=None)
     with opened(GcpUpcomingSource, server) as run:
-        until(lambda: run.is_now(Health.UNSUPPORTED), what="unsupported")
+        run.await_health(Health.UNSUPPORTED)
 
 
 # ---------------------------------------------------------------- gcp.stop
@@ -348,7 +339,7 @@ def test_no_stop_is_pending(server: str, value: str | None) -> None:
     """An absent key and an unspecified state are both idle."""
     control(server, "set", key=STOP + "stop-state", value=value)
     with opened(GcpStopSource, server) as run:
-        until(lambda: run.is_now(Health.OK), what="health")
+        run.await_health(Health.OK)
         assert run.notices == []
 
 
@@ -372,7 +363,7 @@ def test_a_requested_stop(
     control(server, "set", key=STOP + "request-timestamp", value=when)
     control(server, "set", key=STOP + "stop-state", value="PENDING_STOP")
     with opened(GcpStopSource, server, grace_s=25.0, wall_off_s=1200.0) as run:
-        notice = notice_of(run)
+        notice = run.await_notice()
         assert (notice.kind, notice.severity) == ("stop", Severity.IMMINENT)
         assert most_s - 10 < left_s(notice) <= most_s + 1
         assert notice.deadline_quality is quality
@@ -384,6 +375,6 @@ def test_details_that_hang_do_not_delay_the_notice(server: str) -> None:
     control(server, "fault", path=BASE + STOP + "max-duration", kind="hang")
     with opened(GcpStopSource, server, grace_s=25.0) as run:
         control(server, "stop", in_s=600)
-        notice = notice_of(run)
+        notice = run.await_notice()
         assert notice.deadline_quality is DeadlineQuality.ASSUMED
         assert left_s(notice) <= 25

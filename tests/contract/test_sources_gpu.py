@@ -37,6 +37,43 @@ def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
     fake.set(hang=0)
 
 
+class KernelLog:
+    """A kernel log of packets: one read returns one record, as in /dev/kmsg."""
+
+    def __init__(self) -> None:
+        reads, writes = os.pipe2(os.O_DIRECT | os.O_NONBLOCK)
+        self.reader, self.writer = os.fdopen(reads, "rb", 0), os.fdopen(writes, "wb", 0)
+        self.path = Path(f"/proc/self/fd/{reads}")
+
+    def write(self, record: str) -> None:
+        self.writer.write(record.encode())
+
+    def xid(self, number: int, gpu_index: int) -> None:
+        """Xid 95 of this GPU, as the record with this number."""
+        self.write(f"4,{number},3,-;NVRM: Xid (PCI:0000:0{gpu_index}:00): 95, pid=7, Uncontained\n")
+
+
+@pytest.fixture
+def kernel_log() -> Iterator[KernelLog]:
+    made = KernelLog()
+    with made.reader, made.writer:
+        yield made
+
+
+HANG = "4,3,3,-;NVRM: Xid (PCI:0000:00:00): 119, pid=7, name=python3, Timeout\n"
+
+
+def recorded(log_number: int, *gpus: GpuStatus) -> GpuRecord:
+    """The record of the last life of the daemon."""
+    return GpuRecord(
+        gpus=gpus,
+        log_number=log_number,
+        suspect_starts=(),
+        known_starts=(),
+        sound_sets=frozenset(),
+    )
+
+
 class Watched(SourceRun):
     """A running source and its newest statuses."""
 
@@ -52,19 +89,13 @@ class Watched(SourceRun):
     def becomes(self, *healths: GpuHealth) -> None:
         until(lambda: tuple(g.health for g in self.gpus) == healths, what=str(healths))
 
-    def turns(self, health: Health, words: str = "") -> None:
-        def is_so() -> bool:
-            return self.is_now(health) and words in self.statuses[-1].reason
-
-        until(is_so, what=f"{health} {words}; {self.statuses}")
-
 
 def test_healthy_gpus_raise_no_notice(nvml: FakeNvml) -> None:
     """Each GPU has a status, and the source is healthy."""
     nvml.set(count=2)
     with Watched() as run:
         run.becomes(GpuHealth.OK, GpuHealth.OK)
-        run.turns(Health.OK, "2 GPUs; the kernel log cannot be read")
+        run.await_health(Health.OK, "2 GPUs; the kernel log cannot be read")
         first = run.gpus[0]
         assert (first.index, first.pci, first.name) == (0, "0000:00:00", "Fake H100 0")
         assert run.notices == []
@@ -77,8 +108,7 @@ def test_an_xid_event_of_nvml(nvml: FakeNvml) -> None:
         run.becomes(GpuHealth.OK, GpuHealth.OK)
         nvml.xid(95, gpu=1)
         run.becomes(GpuHealth.OK, GpuHealth.DYING)
-        until(lambda: run.notices)
-        (notice,) = run.notices
+        notice = run.await_notice()
         assert (notice.severity, notice.kind) == (Severity.IMMINENT, "gpu-dying")
         assert "GPU 1 is dying: Xid 95" in notice.detail
 
@@ -113,11 +143,11 @@ def test_a_library_that_hangs_makes_the_source_blind(nvml: FakeNvml) -> None:
     with Watched() as run:
         run.becomes(GpuHealth.OK)
         nvml.set(hang=1)
-        run.turns(Health.BLIND, "NVML does not respond")
+        run.await_health(Health.BLIND, "NVML does not respond")
         nvml.set(hang=0)
-        run.turns(Health.OK)
+        run.await_health(Health.OK)
         nvml.set(hang=1)
-        run.turns(Health.DEGRADED, "NVML does not respond")
+        run.await_health(Health.DEGRADED, "NVML does not respond")
 
 
 @pytest.mark.fault("X04")
@@ -126,14 +156,14 @@ def test_a_library_that_crashes_or_returns_garbage(nvml: FakeNvml) -> None:
     with Watched() as run:
         run.becomes(GpuHealth.OK)
         nvml.set(crash=1)
-        run.turns(Health.BLIND)
+        run.await_health(Health.BLIND)
         nvml.set(crash=0)
-        run.turns(Health.OK)
+        run.await_health(Health.OK)
         for garbage in ({"count": 4_000_000_000}, {"0.pci": "somewhere"}, {"init": 999}):
             nvml.set(**garbage)
-            run.turns(Health.DEGRADED, "NVML")
+            run.await_health(Health.DEGRADED, "NVML")
             nvml.set(**{"count": 1, "0.pci": "00000000:00:00.0", "init": 0})
-            run.turns(Health.OK)
+            run.await_health(Health.OK)
         assert [g.health for g in run.gpus] == [GpuHealth.OK]
         assert run.notices == []
 
@@ -165,7 +195,7 @@ def test_a_machine_without_the_driver_starts_the_probe_once(
     probe = ("/bin/sh", "-c", f"echo started >>{starts}; exec {' '.join(PROBE)}")
     nvml.set(init=9)
     with Watched(probe=probe) as run:
-        run.turns(Health.UNSUPPORTED, "no NVIDIA driver")
+        run.await_health(Health.UNSUPPORTED, "no NVIDIA driver")
         until(lambda: path.looks > 120, what="more looks than a retry takes")
         assert starts.read_text() == "started\n"
         assert len(run.statuses) == 1
@@ -176,16 +206,12 @@ def test_a_machine_without_the_driver_starts_the_probe_once(
 
 
 @pytest.mark.fault("X04")
-def test_a_probe_that_cannot_be_started_ends_nothing_else() -> None:
+def test_a_probe_that_cannot_be_started_ends_nothing_else(kernel_log: KernelLog) -> None:
     """Without memory for a process the kernel log is read, and the source is not healthy."""
-    reads, writes = os.pipe2(os.O_DIRECT | os.O_NONBLOCK)
-    options = {"kernel_log": Path(f"/proc/self/fd/{reads}"), "probe": ("/nonexistent",)}
-    with Watched(**options) as run:
-        run.turns(Health.DEGRADED, "no process")
-        os.write(writes, b"4,3,3,-;NVRM: Xid (PCI:0000:00:00): 119, pid=7, name=python3, Timeout\n")
+    with Watched(kernel_log=kernel_log.path, probe=("/nonexistent",)) as run:
+        run.await_health(Health.DEGRADED, "no process")
+        kernel_log.write(HANG)
         run.becomes(GpuHealth.DYING)
-    os.close(reads)
-    os.close(writes)
 
 
 @pytest.mark.fault("X04")
@@ -213,85 +239,63 @@ def test_a_driver_whose_device_files_are_hidden(
     monkeypatch.setattr(gpu, "_DRIVER", tmp_path)
     nvml.set(init=9)
     with Watched() as run:
-        run.turns(Health.BLIND, "gpu.conf")
+        run.await_health(Health.BLIND, "gpu.conf")
 
 
 @pytest.mark.fault("X03", "X08")
-def test_the_kernel_log_is_read_while_nvml_hangs(nvml: FakeNvml) -> None:
+def test_the_kernel_log_is_read_while_nvml_hangs(nvml: FakeNvml, kernel_log: KernelLog) -> None:
     """Records of the kernel count from the start of the source on."""
-    reads, writes = os.pipe2(
-        os.O_DIRECT | os.O_NONBLOCK
-    )  # one read returns one record, as in /dev/kmsg
-    with Watched(kernel_log=Path(f"/proc/self/fd/{reads}")) as run:
+    with Watched(kernel_log=kernel_log.path) as run:
         run.becomes(GpuHealth.OK)
-        run.turns(Health.OK, "1 GPU")
+        run.await_health(Health.OK, "1 GPU")
         nvml.set(hang=1)
-        os.write(writes, b"6,1,1,-;eth0: link up\n SUBSYSTEM=net\n")
-        os.write(
-            writes, b"12,2,2,-;NVRM: Xid (PCI:0000:00:00): 79, pid=1, name=a program wrote it\n"
+        kernel_log.write("6,1,1,-;eth0: link up\n SUBSYSTEM=net\n")
+        kernel_log.write(
+            "12,2,2,-;NVRM: Xid (PCI:0000:00:00): 79, pid=1, name=a program wrote it\n"
         )
-        os.write(writes, b"4,3,3,-;NVRM: Xid (PCI:0000:00:00): 119, pid=7, name=python3, Timeout\n")
+        kernel_log.write(HANG)
         run.becomes(GpuHealth.DYING)
         assert run.gpus[0].xids == {"dying": 1}
-        os.close(writes)  # the log ends: NVML alone is left
+        kernel_log.writer.close()  # the log ends: NVML alone is left
         nvml.set(hang=0)
-        run.turns(Health.OK, "the kernel log cannot be read")
-    os.close(reads)
+        run.await_health(Health.OK, "the kernel log cannot be read")
 
 
 @pytest.mark.fault("X09")
-def test_the_kernel_log_is_read_from_where_the_last_life_ended(nvml: FakeNvml) -> None:
+def test_the_kernel_log_is_read_from_where_the_last_life_ended(
+    nvml: FakeNvml, kernel_log: KernelLog
+) -> None:
     """An Xid of the time without a daemon counts, and an older one is not read again.
 
     A fault that NVML does not show any more is over.
     """
-    xid = "4,{},3,-;NVRM: Xid (PCI:0000:0{}:00): 95, pid=7, Uncontained\n"
-    reads, writes = os.pipe2(os.O_DIRECT | os.O_NONBLOCK)
-    log = {"kernel_log": Path(f"/proc/self/fd/{reads}")}
     nvml.set(count=4)
-    os.write(writes, xid.format(7, 0).encode())
-    with Watched(**log) as run:
+    kernel_log.xid(7, 0)
+    with Watched(kernel_log=kernel_log.path) as run:
         run.becomes(*[GpuHealth.OK] * 4)
-        os.write(writes, xid.format(8, 1).encode())
+        kernel_log.xid(8, 1)
         nvml.set(gpu=2, pending=1)
         run.becomes(GpuHealth.OK, GpuHealth.DYING, GpuHealth.DEGRADED, GpuHealth.OK)
         last = [event for event in run.events if isinstance(event, GpusRead)][-1]
     assert last.log_number == 8
     nvml.set(gpu=2, pending=0)
     for number, gpu_index in ((7, 0), (8, 1), (9, 3)):
-        os.write(writes, xid.format(number, gpu_index).encode())
-    before = GpuRecord(
-        gpus=last.gpus,
-        log_number=last.log_number,
-        suspect_starts=(),
-        known_starts=(),
-        sound_sets=frozenset(),
-    )
-    with Watched(**log, before=before) as run:
+        kernel_log.xid(number, gpu_index)
+    before = recorded(last.log_number, *last.gpus)
+    with Watched(kernel_log=kernel_log.path, before=before) as run:
         run.becomes(GpuHealth.OK, GpuHealth.DYING, GpuHealth.OK, GpuHealth.DYING)
-    os.close(reads)
-    os.close(writes)
 
 
-def test_a_record_of_a_number_that_the_log_has_not_reached_silences_nothing(nvml: FakeNvml) -> None:
+def test_a_record_of_a_number_that_the_log_has_not_reached_silences_nothing(
+    nvml: FakeNvml, kernel_log: KernelLog
+) -> None:
     """It is damaged: the log is read from the start of the source on, as without a record."""
-    xid = "4,{},3,-;NVRM: Xid (PCI:0000:0{}:00): 95, pid=7, Uncontained\n"
-    reads, writes = os.pipe2(os.O_DIRECT | os.O_NONBLOCK)
     nvml.set(count=2)
-    os.write(writes, xid.format(7, 0).encode())
-    before = GpuRecord(
-        gpus=(),
-        log_number=10**18,
-        suspect_starts=(),
-        known_starts=(),
-        sound_sets=frozenset(),
-    )
-    with Watched(kernel_log=Path(f"/proc/self/fd/{reads}"), before=before) as run:
+    kernel_log.xid(7, 0)
+    with Watched(kernel_log=kernel_log.path, before=recorded(10**18)) as run:
         run.becomes(GpuHealth.OK, GpuHealth.OK)
-        os.write(writes, xid.format(8, 1).encode())
+        kernel_log.xid(8, 1)
         run.becomes(GpuHealth.OK, GpuHealth.DYING)
-    os.close(reads)
-    os.close(writes)
 
 
 def test_without_the_library_there_is_no_source(

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +42,10 @@ class FakeHost:
         return source(**{"bus": self.bus, **options})
 
 
-def source(**options: Any) -> LogindSource:
-    usual = {
-        "wanted_delay_s": 20.0,
-        "stop_grace_s": 11.0,
-        "boot_id": "boot",
-        "monotonic": time.monotonic,
-    }
-    return LogindSource(**{**usual, **options})
+def source(*, monotonic: Callable[[], float] = time.monotonic, **options: Any) -> LogindSource:
+    return LogindSource(
+        wanted_delay_s=20.0, stop_grace_s=11.0, boot_id="boot", monotonic=monotonic, **options
+    )
 
 
 @pytest.fixture
@@ -59,7 +57,7 @@ def fake_host() -> Iterator[FakeHost]:
 def test_a_healthy_logind_is_ok_and_the_lock_is_held(fake_host: FakeHost) -> None:
     """One delay lock is taken, the status shows the longest delay, and the end releases the lock."""
     with SourceRun(fake_host.source()) as run:
-        until(lambda: run.is_now(Health.OK))
+        run.await_health(Health.OK)
         assert run.statuses[-1].reason == "logind delays a shutdown by at most 24 s"
         fake_host.shows(locks=1)
     fake_host.shows(locks=0, taken=1)
@@ -74,14 +72,13 @@ def test_a_shutdown_is_a_notice_and_waits_for_the_release(
     """One notice for both signals, due before logind's delay ends; release() lets the shutdown continue."""
     watched = fake_host.source()
     with SourceRun(watched) as run:
-        until(lambda: run.is_now(Health.OK))
+        run.await_health(Health.OK)
         watched.release()  # without a shutdown it has no effect
         fake_host.shows(locks=1)
 
         before_mono_s = time.monotonic()
         fake_host.order("shutdown", type="reboot", metadata=metadata)
-        until(lambda: run.notices)
-        (notice,) = run.notices
+        notice = run.await_notice()
         assert (notice.source, notice.kind) == ("logind", "os-shutdown")
         assert notice.severity is Severity.SHUTTING_DOWN
         assert notice.identity == "logind:boot:1"
@@ -102,19 +99,19 @@ def test_a_cancelled_shutdown_is_withdrawn_and_a_new_lock_taken(fake_host: FakeH
     """The next shutdown waits again, and is another notice."""
     watched = fake_host.source()
     with SourceRun(watched) as run:
-        until(lambda: run.is_now(Health.OK))
+        run.await_health(Health.OK)
         fake_host.order("shutdown")
-        until(lambda: run.notices)
+        run.await_notice()
         watched.release()
         fake_host.shows(locks=0)
 
         fake_host.order("cancel")
-        until(lambda: run.withdrawals)
+        run.await_withdrawal()
         assert run.withdrawals[0].source == "logind"
         fake_host.shows(locks=1, taken=2)
 
         fake_host.order("shutdown")
-        until(lambda: len(run.notices) == 2)
+        run.await_notice(2)
         assert run.notices[1].identity == "logind:boot:2"
         fake_host.shows(locks=1, shutdown="waiting")
 
@@ -123,8 +120,7 @@ def test_a_daemon_that_starts_during_a_shutdown_sees_it(fake_host: FakeHost) -> 
     """The property shows the shutdown; logind grants no lock any more, so the time is short."""
     fake_host.order("shutdown")
     with SourceRun(fake_host.source()) as run:
-        until(lambda: run.notices)
-        (notice,) = run.notices
+        notice = run.await_notice()
         assert notice.deadline_quality is DeadlineQuality.ASSUMED
         assert notice.deadline_mono_s <= time.monotonic() + 11
         assert not run.is_now(Health.BLIND)
@@ -148,14 +144,14 @@ def test_a_lock_that_was_stored_over_a_restart_still_counts(fake_host: FakeHost)
     """A copy of the lock is stored during a shutdown; the next daemon has the whole delay."""
     store = Store()
     with SourceRun(fake_host.source(store_lock=store.store)) as run:
-        until(lambda: run.is_now(Health.OK))
+        run.await_health(Health.OK)
         fake_host.order("shutdown")
-        until(lambda: run.notices)
+        run.await_notice()
     fake_host.shows(locks=1, shutdown="waiting")  # the source has ended, and the lock is held
 
     again = fake_host.source(lock_fd=os.dup(store.held[0]), store_lock=store.store)
     with SourceRun(again) as run:
-        until(lambda: run.notices)
+        run.await_notice()
         assert run.notices[0].deadline_quality is DeadlineQuality.DERIVED
         fake_host.shows(locks=1, shutdown="waiting")
         again.release()
@@ -167,13 +163,13 @@ def test_the_lock_is_not_stored_before_a_shutdown(fake_host: FakeHost) -> None:
     """If the daemon ends before a shutdown, or after a cancelled one, nothing delays the next one."""
     store = Store()
     with SourceRun(fake_host.source(store_lock=store.store)) as run:
-        until(lambda: run.is_now(Health.OK))
+        run.await_health(Health.OK)
         assert store.held == []
         fake_host.order("shutdown")
-        until(lambda: run.notices)
+        run.await_notice()
         assert store.held
         fake_host.order("cancel")
-        until(lambda: run.withdrawals)
+        run.await_withdrawal()
         assert store.held == []
         fake_host.shows(locks=1)
     fake_host.shows(locks=0)
@@ -187,12 +183,12 @@ def test_an_inherited_lock_is_not_stored_again(fake_host: FakeHost) -> None:
     fake_host.order("shutdown")
     store = Store()
     with SourceRun(fake_host.source(lock_fd=inherited_fd, store_lock=store.store)) as run:
-        until(lambda: run.notices)
+        run.await_notice()
         assert store.held == []
         fake_host.order("cancel")
-        until(lambda: run.withdrawals)
+        run.await_withdrawal()
         fake_host.order("shutdown")
-        until(lambda: len(run.notices) == 2)
+        run.await_notice(2)
         assert store.held
         store.store(None)
     fake_host.shows(locks=0, shutdown="gone")
@@ -202,13 +198,13 @@ def test_a_short_delay_is_degraded_with_the_fix(fake_host: FakeHost) -> None:
     """The reason names the file and the command; a shutdown still raises a notice, with that delay."""
     fake_host.order("delay", max_s=5)
     with SourceRun(fake_host.source()) as run:
-        until(lambda: run.is_now(Health.DEGRADED))
+        run.await_health(Health.DEGRADED)
         reason = run.statuses[-1].reason
         assert "by at most 5 s, less than the 20 s" in reason
         assert "zz-swansong.conf" in reason
         assert "systemctl restart systemd-logind" in reason
         fake_host.order("shutdown")
-        until(lambda: run.notices)
+        run.await_notice()
         assert run.notices[0].deadline_mono_s <= time.monotonic() + 4
 
 
@@ -216,18 +212,14 @@ def test_a_restarted_logind_is_read_again(fake_host: FakeHost) -> None:
     """The fix takes effect without a restart of the daemon, and the lock is held throughout."""
     fake_host.order("delay", max_s=5)
     with SourceRun(fake_host.source()) as run:
-        until(lambda: run.is_now(Health.DEGRADED))
+        run.await_health(Health.DEGRADED)
         fake_host.order("stop")
-        until(
-            lambda: (
-                "system bus" in run.statuses[-1].reason or "restarted" in run.statuses[-1].reason
-            )
-        )
+        until(lambda: re.search("system bus|restarted", run.statuses[-1].reason))
         assert not run.is_now(Health.UNSUPPORTED)
         fake_host.shows(locks=1)
         fake_host.order("delay", max_s=30)
         fake_host.order("start")
-        until(lambda: run.is_now(Health.OK))
+        run.await_health(Health.OK)
         fake_host.shows(locks=1, taken=2)
 
 
@@ -235,44 +227,43 @@ def test_without_permission_for_a_lock_shutdowns_raise_notices(fake_host: FakeHo
     """Degraded with the fix; the notice has the time that units get; with permission the lock is taken."""
     fake_host.order("deny", denied=True)
     with SourceRun(fake_host.source()) as run:
-        until(lambda: run.is_now(Health.DEGRADED))
-        assert "Permission denied" in run.statuses[-1].reason
+        run.await_health(Health.DEGRADED, "Permission denied")
         assert "polkitd" in run.statuses[-1].reason
         fake_host.order("shutdown")
-        until(lambda: run.notices)
+        run.await_notice()
         assert run.notices[0].deadline_quality is DeadlineQuality.ASSUMED
         assert run.notices[0].deadline_mono_s <= time.monotonic() + 11
         fake_host.order("cancel")
-        until(lambda: run.withdrawals)
+        run.await_withdrawal()
         fake_host.order("deny", denied=False)
-        until(lambda: run.is_now(Health.OK))
+        run.await_health(Health.OK)
         fake_host.shows(locks=1)
 
 
 def test_the_source_recovers_with_the_bus(fake_host: FakeHost) -> None:
     """Without the bus the source is degraded and holds its lock; later it is ok again."""
     with SourceRun(fake_host.source()) as run:
-        until(lambda: run.is_now(Health.OK))
+        run.await_health(Health.OK)
         fake_host.order("stop_bus")
-        until(lambda: run.is_now(Health.DEGRADED))
+        run.await_health(Health.DEGRADED)
         fake_host.shows(locks=1)
         fake_host.order("start_bus")
-        until(lambda: run.is_now(Health.OK))
+        run.await_health(Health.OK)
         fake_host.order("shutdown")
-        until(lambda: run.notices)
+        run.await_notice()
     assert run.withdrawals == []
 
 
 def test_a_shutdown_survives_the_loss_of_the_bus(fake_host: FakeHost) -> None:
     """The property shows the same shutdown again: it is not a second notice."""
     with SourceRun(fake_host.source()) as run:
-        until(lambda: run.is_now(Health.OK))
+        run.await_health(Health.OK)
         fake_host.order("shutdown")
-        until(lambda: run.notices)
+        run.await_notice()
         fake_host.order("stop_bus")
-        until(lambda: run.is_now(Health.DEGRADED))
+        run.await_health(Health.DEGRADED)
         fake_host.order("start_bus")
-        until(lambda: run.is_now(Health.OK))
+        run.await_health(Health.OK)
     assert len(run.notices) == 1
     assert run.withdrawals == []
 
@@ -285,80 +276,79 @@ def test_a_host_without_logind_is_unsupported(
     fake_host.order("stop")
     bus = fake_host.bus if has_bus else f"unix:path={tmp_path}/none"
     with SourceRun(fake_host.source(bus=bus)) as run:
-        until(lambda: run.is_now(Health.UNSUPPORTED))
-        assert ("systemd-logind is not on" if has_bus else "system bus is missing") in run.statuses[
-            -1
-        ].reason
+        run.await_health(Health.UNSUPPORTED)
+        words = "systemd-logind is not on" if has_bus else "system bus is missing"
+        assert words in run.statuses[-1].reason
         if has_bus:
             fake_host.order("start")
-            until(lambda: run.is_now(Health.OK))
+            run.await_health(Health.OK)
     assert run.notices == []
 
 
-@pytest.mark.parametrize("greets", [False, True])
-def test_a_bus_that_never_responds_is_unknown(tmp_path: Path, greets: bool) -> None:
-    """A bus that accepts the connection and then does not respond: degraded, then blind, and no hang."""
-    now = [0.0]
+@contextmanager
+def a_bus(directory: Path, talk: Callable[[socket.socket], None]) -> Iterator[str]:
+    """The address of a bus that talks in this way to each peer."""
     peers = []
-    with socket.create_server(str(tmp_path / "bus"), family=socket.AF_UNIX) as listener:
+    with socket.create_server(str(directory / "bus"), family=socket.AF_UNIX) as listener:
 
         def serve() -> None:
             while True:
                 try:
-                    peer, _ = listener.accept()
+                    peers.append(listener.accept()[0])
                 except OSError:
                     return
-                peers.append(peer)
-                if greets:
-                    for answer in (b"OK 0123456789abcdef0123456789abcdef", b"AGREE_UNIX_FD"):
-                        while not peer.recv(100).endswith(b"\r\n"):
-                            pass
-                        peer.sendall(answer + b"\r\n")
+                talk(peers[-1])
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        bus = f"unix:path={tmp_path}/bus"
-        with SourceRun(source(bus=bus, monotonic=lambda: now[0])) as run:
-            until(lambda: run.is_now(Health.DEGRADED))
-            now[0] = 31.0
-            until(lambda: run.is_now(Health.BLIND))
-            assert "does not respond" in run.statuses[-1].reason
-        with pytest.raises(LogindError):
-            logind.read_inhibit_delay_max_s(bus)
+        yield f"unix:path={directory}/bus"
         listener.shutdown(socket.SHUT_RDWR)
         thread.join(10)
     for peer in peers:
         peer.close()
 
 
+@pytest.mark.parametrize("greets", [False, True])
+def test_a_bus_that_never_responds_is_unknown(tmp_path: Path, greets: bool) -> None:
+    """A bus that accepts the connection and then does not respond: degraded, then blind, and no hang."""
+    now = [0.0]
+
+    def talk(peer: socket.socket) -> None:
+        if greets:
+            for answer in (b"OK 0123456789abcdef0123456789abcdef", b"AGREE_UNIX_FD"):
+                while not peer.recv(100).endswith(b"\r\n"):
+                    pass
+                peer.sendall(answer + b"\r\n")
+
+    with a_bus(tmp_path, talk) as bus:
+        with SourceRun(source(bus=bus, monotonic=lambda: now[0])) as run:
+            run.await_health(Health.DEGRADED)
+            now[0] = 31.0
+            run.await_health(Health.BLIND, "does not respond")
+        with pytest.raises(LogindError):
+            logind.read_inhibit_delay_max_s(bus)
+
+
 def test_a_bus_with_another_protocol_is_degraded(tmp_path: Path) -> None:
     """Garbage in place of D-Bus does not crash the source."""
-    with socket.create_server(str(tmp_path / "bus"), family=socket.AF_UNIX) as listener:
 
-        def serve() -> None:
-            while True:
-                try:
-                    peer, _ = listener.accept()
-                except OSError:
-                    return
-                with peer:
-                    peer.recv(100)
-                    peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    def talk(peer: socket.socket) -> None:
+        peer.recv(100)
+        peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        peer.shutdown(socket.SHUT_RDWR)
 
-        threading.Thread(target=serve, daemon=True).start()
-        with SourceRun(source(bus=f"unix:path={tmp_path}/bus")) as run:
-            until(lambda: run.is_now(Health.DEGRADED))
-        listener.shutdown(socket.SHUT_RDWR)
+    with a_bus(tmp_path, talk) as bus, SourceRun(source(bus=bus)) as run:
+        run.await_health(Health.DEGRADED)
 
 
 def test_signals_of_other_senders_are_ignored(fake_host: FakeHost) -> None:
     """A shutdown signal that another user of the bus sends directly raises no notice."""
     with SourceRun(fake_host.source()) as run:
-        until(lambda: run.is_now(Health.OK))
+        run.await_health(Health.OK)
         for user in users_of(fake_host.bus):
             spoofed_shutdown(fake_host.bus, user)
         fake_host.order("shutdown", type="kexec")
-        until(lambda: run.notices)
+        run.await_notice()
     assert [notice.detail for notice in run.notices] == ["kexec"]
 
 
@@ -391,13 +381,19 @@ def stand_in(tmp_path: Path, state: str) -> dict[str, Any]:
     return {"systemd_directory": tmp_path, "systemctl": str(systemctl)}
 
 
-@pytest.mark.fault("H02")
-@pytest.mark.parametrize("state", ["running", "degraded", "starting", "maintenance"])
-def test_sigterm_on_a_running_host_is_not_a_notice(
-    fake_host: FakeHost, tmp_path: Path, state: str
+@pytest.mark.fault("H02", "H03")
+@pytest.mark.parametrize(
+    ("state", "is_stopping"),
+    [
+        *(("running", False), ("degraded", False), ("starting", False), ("maintenance", False)),
+        *(("stopping", True), ("offline", True), ("", True)),
+    ],
+)
+def test_if_logind_reports_no_shutdown_systemd_decides_what_sigterm_means(
+    fake_host: FakeHost, tmp_path: Path, state: str, is_stopping: bool
 ) -> None:
-    """Neither logind nor systemd reports a shutdown."""
-    assert host.is_host_stopping(fake_host.bus, **stand_in(tmp_path, state)) is False
+    """No response counts as a shutdown."""
+    assert host.is_host_stopping(fake_host.bus, **stand_in(tmp_path, state)) is is_stopping
 
 
 @pytest.mark.fault("H03")
@@ -407,15 +403,6 @@ def test_sigterm_during_a_shutdown_by_logind_is_a_notice(
     """logind reports it first, when systemd still reports "running"."""
     fake_host.order("shutdown")
     assert host.is_host_stopping(fake_host.bus, **stand_in(tmp_path, "running")) is True
-
-
-@pytest.mark.fault("H03")
-@pytest.mark.parametrize("state", ["stopping", "offline", ""])
-def test_sigterm_during_a_shutdown_without_logind_is_a_notice(
-    fake_host: FakeHost, tmp_path: Path, state: str
-) -> None:
-    """If logind reports none, systemd decides; no response counts as a shutdown."""
-    assert host.is_host_stopping(fake_host.bus, **stand_in(tmp_path, state)) is True
 
 
 @pytest.mark.fault("H02", "H03")

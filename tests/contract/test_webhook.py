@@ -64,6 +64,11 @@ def webhook(url: str, *, total_s: float = 10.0, **settings: Any) -> Webhook:
     return made
 
 
+def notifier(kept: SentNotifications | None = None, **settings: Any) -> Notifier:
+    config = NotifyConfig(**settings)
+    return Notifier(config, run="run", vm="vm", record=kept or record())
+
+
 def settled(made: Webhook | Command, count: int = 1) -> SenderStatus:
     """The status once this many notifications were sent or given up."""
 
@@ -86,6 +91,29 @@ def answers(*replies: Callable[[Peer], None]) -> tuple[Script, list[Any]]:
             (left.pop(0) if len(left) > 1 else left[0])(peer)
 
     return script, bodies
+
+
+def sent_to(script: Script, **settings: Any) -> SenderStatus:
+    """The status after one notification to a server with this script."""
+    with RawServer(script) as server:
+        made = webhook(server.url, **settings)
+        made.put(notice())
+        return settled(made)
+
+
+def deliver(url: str, *, total_s: float = 10.0, **facts: Any) -> None:
+    Deliverer(total_s=total_s).send(HttpRequest(url, data=b"{}", **facts))
+
+
+def secret_file(directory: Path, text: str) -> str:
+    file = directory / "secret"
+    file.write_text(text)
+    file.chmod(0o400)
+    return str(file)
+
+
+def hang(peer: Peer) -> None:
+    peer.wait_for_end()
 
 
 def status(code: int, body: bytes = b"", *headers: str) -> Callable[[Peer], None]:
@@ -111,10 +139,7 @@ def test_a_failure_that_may_pass_is_retried_with_the_same_id(
     failure: Callable[[Peer], None],
 ) -> None:
     script, bodies = answers(failure, failure, status(204))
-    with RawServer(script) as server:
-        made = webhook(server.url)
-        made.put(notice())
-        assert settled(made).sent == 1
+    assert sent_to(script).sent == 1
     assert len(bodies) == 3
     assert len({body["id"] for body in bodies}) == 1
 
@@ -124,10 +149,7 @@ def test_a_failure_that_may_pass_is_retried_with_the_same_id(
 def test_a_refusal_and_a_redirect_are_final(code: int, log_lines: list[dict[str, Any]]) -> None:
     """A redirect would take the notification and the token to another host."""
     script, bodies = answers(status(code, b"no_service", "Location: http://127.0.0.1:9/stolen"))
-    with RawServer(script) as server:
-        made = webhook(server.url)
-        made.put(notice())
-        sender = settled(made)
+    sender = sent_to(script)
     assert len(bodies) == sender.failed == 1
     assert str(sender.last_error).startswith(f"HTTP {code}")
     (line,) = log_lines
@@ -138,15 +160,11 @@ def test_retry_after_is_bounded() -> None:
     """A receiver cannot silence notifications for a day."""
     script, _ = answers(status(429, b"", "Retry-After: 86400"))
     with RawServer(script) as server, pytest.raises(NotDelivered) as error:
-        Deliverer().send(HttpRequest(server.url, data=b"{}"))
+        deliver(server.url)
     assert error.value.retry_after_s == delivery.RETRY_AFTER_S_MAX
     for value in ("Wed, 21 Oct 2037 07:28:00 GMT", "-1", "1e9", "9" * 5000, None):
         assert delivery._retry_after_s(value) is None
     assert delivery._retry_after_s("7") == 7.0
-
-
-def hang(peer: Peer) -> None:
-    peer.wait_for_end()
 
 
 def drip(peer: Peer) -> None:
@@ -172,13 +190,13 @@ def test_a_receiver_that_never_finishes_is_abandoned(misbehaviour: Script) -> No
         misbehaviour(peer)
 
     with RawServer(script) as server, pytest.raises(NotDelivered, match="no complete reply"):
-        Deliverer(total_s=0.3).send(HttpRequest(server.url, data=b"{}"))
+        deliver(server.url, total_s=0.3)
 
 
 @pytest.mark.fault("W01")
 def test_abandoned_requests_are_bounded() -> None:
     """A receiver that hangs costs a few threads and no more."""
-    with RawServer(lambda peer: peer.wait_for_end()) as server:
+    with RawServer(hang) as server:
         deliverer = Deliverer(total_s=0.02)
         for _ in range(delivery.ABANDONED_MAX):
             with pytest.raises(NotDelivered, match="no complete reply"):
@@ -196,16 +214,16 @@ def test_a_huge_reply_is_not_read() -> None:
         endless(peer)
 
     with RawServer(script) as server:
-        Deliverer(total_s=5.0).send(HttpRequest(server.url, data=b"{}"))
+        deliver(server.url, total_s=5.0)
 
 
 def test_tls_is_verified_with_the_configured_authority(tmp_path: Path) -> None:
     ca, pem = tls.make(tmp_path)
     script, bodies = answers(status(200))
     with RawServer(script, pem) as server:
-        Deliverer().send(HttpRequest(server.url, data=b"{}", ca_bundle=ca))
+        deliver(server.url, ca_bundle=ca)
         with pytest.raises(NotDelivered, match="the certificate is not valid"):
-            Deliverer().send(HttpRequest(server.url, data=b"{}"))
+            deliver(server.url)
     assert bodies == [{}]
 
 
@@ -217,7 +235,7 @@ def test_a_proxy_of_the_environment_does_not_see_local_requests(
     monkeypatch.delenv("no_proxy", raising=False)
     script, bodies = answers(status(200))
     with RawServer(script) as server:
-        Deliverer().send(HttpRequest(server.url, data=b"{}"))
+        deliver(server.url)
     assert bodies == [{}]
     assert delivery._proxies("https://hooks.example.org/x")["https"].endswith(":3128")
 
@@ -250,13 +268,11 @@ def test_no_failure_reveals_the_address_or_the_token(
 ) -> None:
     """Log, status and errors, for a reply that repeats the address, and for a refused connection."""
     monkeypatch.setattr("swansongd.notifications.webhook.ATTEMPTS_MAX", 2)
-    token = tmp_path / "token"
-    token.write_text("t0kengeheim")
-    token.chmod(0o400)
+    token = secret_file(tmp_path, "t0kengeheim")
     script, _ = answers(failure or status(200))
     with RawServer(script) as server:
         url = server.url if failure else "http://127.0.0.1:9"
-        made = webhook(f"{url}/services/{SECRET}", token_file=str(token))
+        made = webhook(f"{url}/services/{SECRET}", token_file=token)
         made.put(notice())
         sender = settled(made)
     shown = str([sender, log_lines]) + caplog.text
@@ -267,10 +283,8 @@ def test_no_failure_reveals_the_address_or_the_token(
 
 
 def test_a_reply_is_shown_only_if_no_secret_is_in_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "address"
-    file.write_text("https://example.org/x")
-    file.chmod(0o400)
-    from_file = NotifyConfig(webhook_url_file=str(file), heartbeat_url_file=str(file))
+    file = secret_file(tmp_path, "https://example.org/x")
+    from_file = NotifyConfig(webhook_url_file=file, heartbeat_url_file=file)
     plain = NotifyConfig(webhook_url="http://127.0.0.1:9", heartbeat_url="http://127.0.0.1:9")
     for config in (from_file, plain):
         assert webhook_request(config, ORIGIN, notice()).has_secret is (config is from_file)
@@ -278,9 +292,6 @@ def test_a_reply_is_shown_only_if_no_secret_is_in_a_file(tmp_path: Path) -> None
 
 
 def test_the_token_is_sent_to_the_receiver_alone(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text("abc")
-    token.chmod(0o400)
     seen: list[str | None] = []
 
     def script(peer: Peer) -> None:
@@ -289,10 +300,7 @@ def test_the_token_is_sent_to_the_receiver_alone(tmp_path: Path) -> None:
         seen.append(request.header("authorization"))
         peer.answer(200)
 
-    with RawServer(script) as server:
-        made = webhook(server.url, token_file=str(token))
-        made.put(notice())
-        assert settled(made).sent == 1
+    assert sent_to(script, token_file=secret_file(tmp_path, "abc")).sent == 1
     assert seen == ["Bearer abc"]
 
 
@@ -303,30 +311,25 @@ def test_the_token_is_sent_to_the_receiver_alone(tmp_path: Path) -> None:
 def test_a_receiver_that_hangs_costs_the_decision_thread_microseconds(tmp_path: Path) -> None:
     """``observe`` with a webhook, a command and a heartbeat that all hang, during an evacuation."""
     story = Story()
-    steps: list[tuple[Any, Any, Any]] = []
+    observations: list[Observation] = []
     for number in range(200):
         before = story.state
-        made = a_notice(deadline_mono_s=story.now + 100, identity=f"n{number}")
-        actions = story.tell(NoticeRaised(made))
-        steps.append((before, story.state, actions))
-    with RawServer(lambda peer: peer.wait_for_end()) as server:
-        config = NotifyConfig(
-            webhook_url=server.url,
-            heartbeat_url=server.url,
-            exec=("/bin/sleep", "600"),
-            exec_timeout_s=600.0,
-        )
-        notifier = Notifier(config, run="run", vm="vm", record=record())
-        notifier.start()
-        for before, after, actions in steps[:5]:
-            notifier.observe(Observation(before, after, None, actions, story.now))  # type: ignore[arg-type]
+        event = NoticeRaised(a_notice(deadline_mono_s=story.now + 100, identity=f"n{number}"))
+        actions = story.tell(event)
+        observations.append(Observation(before, story.state, event, actions, story.now))
+    with RawServer(hang) as server:
+        urls = {"webhook_url": server.url, "heartbeat_url": server.url}
+        made = notifier(**urls, exec=("/bin/sleep", "600"), exec_timeout_s=600.0)
+        made.start()
+        for observation in observations[:5]:
+            made.observe(observation)
         until(lambda: server.accepted, what="a request that hangs")
         took = []
-        for before, after, actions in steps[5:]:
+        for observation in observations[5:]:
             began_s = time.perf_counter()  # unlike the CPU time, it contains a wait
-            notifier.observe(Observation(before, after, None, actions, story.now))  # type: ignore[arg-type]
+            made.observe(observation)
             took.append(time.perf_counter() - began_s)
-        notifier.close(webhook_by_mono_s=0.0, command_by_mono_s=0.0)
+        made.close(webhook_by_mono_s=0.0, command_by_mono_s=0.0)
     assert statistics.median(took) < 1e-3
     assert sum(took) < 2.0  # no single call waits for a receiver, whose limits are seconds
 
@@ -338,17 +341,16 @@ def test_at_the_end_of_the_daemon_a_webhook_that_hangs_costs_the_command_no_time
     """The command has its own, longer limit.  It ends by itself after that of the webhook."""
     gate, done = tmp_path / "gate", tmp_path / "done"
     os.mkfifo(gate)
-    with RawServer(lambda peer: peer.wait_for_end()) as server:
+    with RawServer(hang) as server:
         script = f"read line <{gate}; echo ended >{done}"
-        config = NotifyConfig(webhook_url=server.url, exec=("/bin/sh", "-c", script))
-        notifier = Notifier(config, run="run", vm="vm", record=record())
-        notifier.start()
-        notifier._put(notice())
+        made = notifier(webhook_url=server.url, exec=("/bin/sh", "-c", script))
+        made.start()
+        made._put(notice())
         until(lambda: server.accepted, what="a request that hangs")
         now = time.monotonic()
         limits = {"webhook_by_mono_s": now + 0.05, "command_by_mono_s": now + 60.0}
-        notifier.begin_close()
-        closing = threading.Thread(target=notifier.close, kwargs=limits, daemon=True)
+        made.begin_close()
+        closing = threading.Thread(target=made.close, kwargs=limits, daemon=True)
         closing.start()
         until(lambda: time.monotonic() > now + 0.2, what="the limit of the webhook")
         assert closing.is_alive()
@@ -356,24 +358,23 @@ def test_at_the_end_of_the_daemon_a_webhook_that_hangs_costs_the_command_no_time
         closing.join(30)
         assert not closing.is_alive()
     assert done.read_text() == "ended\n"
-    assert notifier.status().exec == SenderStatus(queued=0, sent=1, failed=0, dropped=0)
+    assert made.status().exec == SenderStatus(queued=0, sent=1, failed=0, dropped=0)
 
 
 @pytest.mark.fault("W04")
 def test_at_the_end_of_the_daemon_a_command_that_hangs_is_killed(tmp_path: Path) -> None:
     """At its limit, and the next command does not begin."""
     pids = tmp_path / "pids"
-    config = NotifyConfig(exec=("/bin/sh", "-c", f"echo $$ >>{pids}; exec sleep 600"))
-    notifier = Notifier(config, run="run", vm="vm", record=record())
-    notifier.start()
+    made = notifier(exec=("/bin/sh", "-c", f"echo $$ >>{pids}; exec sleep 600"))
+    made.start()
     for key in ("a", "b"):
-        notifier._put(notice(key))
+        made._put(notice(key))
     until(lambda: pids.exists() and pids.read_text().endswith("\n"), what="the command")
     began_mono_s = time.monotonic()
-    notifier.close(webhook_by_mono_s=0.0, command_by_mono_s=began_mono_s + 0.1)
+    made.close(webhook_by_mono_s=0.0, command_by_mono_s=began_mono_s + 0.1)
     assert time.monotonic() - began_mono_s < 3
     sender = until(
-        lambda: (found := notifier.status().exec) and found.failed == 2 and found,
+        lambda: (found := made.status().exec) and found.failed == 2 and found,
         what="the end of both",
     )
     assert sender.sent == 0
@@ -383,11 +384,10 @@ def test_at_the_end_of_the_daemon_a_command_that_hangs_is_killed(tmp_path: Path)
 
 def test_a_flood_of_notices_is_limited_and_counted() -> None:
     """Each has another identity, as those of a forged metadata service: it orders a handful of VMs."""
-    config = NotifyConfig(webhook_url="http://127.0.0.1:9", exec=("/bin/true",))
-    notifier = Notifier(config, run="run", vm="vm", record=record())
+    made = notifier(webhook_url="http://127.0.0.1:9", exec=("/bin/true",))
     for number in range(100):
-        notifier._put(notice(f"n{number}"))
-    shown = notifier.status()
+        made._put(notice(f"n{number}"))
+    shown = made.status()
     assert shown.limited == 80
     assert shown.webhook == SenderStatus(queued=20, sent=0, failed=0, dropped=0)
     assert shown.exec == SenderStatus(queued=3, sent=0, failed=0, dropped=97)
@@ -395,17 +395,16 @@ def test_a_flood_of_notices_is_limited_and_counted() -> None:
 
 def test_a_notice_that_comes_again_is_sent_again_and_runs_no_second_command() -> None:
     kept = record()
-    config = NotifyConfig(webhook_url="http://127.0.0.1:9", exec=("/bin/true",))
-    notifier = Notifier(config, run="run", vm="vm", record=kept)
+    made = notifier(kept, webhook_url="http://127.0.0.1:9", exec=("/bin/true",))
     begun = notice("notice/i/imminent")
     over = notice("notice/i/over/1", is_over=True, ends="notice/i/")
-    for made in (begun, begun, over):
-        notifier._put(made)
+    for each in (begun, begun, over):
+        made._put(each)
     kept.add("webhook notice/i/imminent")
     kept.add("exec notice/i/imminent")
-    notifier._put(notice("notice/i/over/2", is_over=True, ends="notice/i/"))
-    notifier._put(begun)
-    shown = notifier.status()
+    made._put(notice("notice/i/over/2", is_over=True, ends="notice/i/"))
+    made._put(begun)
+    shown = made.status()
     assert shown.webhook == SenderStatus(queued=4, sent=0, failed=0, dropped=0)
     assert shown.exec == SenderStatus(queued=1, sent=0, failed=0, dropped=0)
 

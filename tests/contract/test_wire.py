@@ -19,7 +19,7 @@ from swansong_bucket.stores.base import WINDOW_BYTES, Body
 from swansong_bucket.stores.http import pool
 from swansong_bucket.stores.http.client import Response, Wire
 
-from testkit.bodies import torn
+from testkit.bodies import CountedSink, torn
 from testkit.raw_server import Peer, RawServer, Request, Script, answering, certificate
 from testkit.waiting import until
 
@@ -36,22 +36,6 @@ class Endless(Body):
 
     def next_window(self) -> memoryview:
         return self.data
-
-
-class BufferSink:
-    """A sink in memory."""
-
-    def __init__(self) -> None:
-        self.content = bytearray()
-        self.rewinds = 0
-
-    def rewind(self) -> None:
-        self.content.clear()
-        self.rewinds += 1
-
-    def write(self, window: memoryview) -> None:
-        assert 0 < window.nbytes <= WINDOW_BYTES
-        self.content += window
 
 
 class Place:
@@ -99,12 +83,14 @@ def place(request: pytest.FixtureRequest, pem: Path) -> Iterator[Place]:
         yield Place(stack, pem if request.param == "tls" else None)
 
 
-def saying(raw: bytes) -> Script:
-    """Send these bytes to one request, then close."""
+def saying(raw: bytes, *, waits: bool = False) -> Script:
+    """Send these bytes to one request, then close, or wait until the client does."""
 
     def script(peer: Peer) -> None:
         if peer.request() is not None:
             peer.send(raw)
+            if waits:
+                peer.wait_for_end()
 
     return script
 
@@ -198,15 +184,15 @@ def test_no_line_break_gets_into_a_head(plain: Place) -> None:
 
 def test_a_range_goes_to_the_sink(place: Place) -> None:
     """A 206 with exactly the requested range goes to the sink, in windows, after a rewind."""
-    sink = BufferSink()
+    sink = CountedSink()
     server, wire = place.both(
         answering(206, CONTENT, f"Content-Range: bytes 5-{len(CONTENT) + 4}/9999999")
     )
     for _ in range(2):
         answer = get(wire, sink, Range=f"bytes=5-{len(CONTENT) + 4}")
         assert (answer.status, answer.body) == (206, b"")
-        assert sink.content == CONTENT
-    assert sink.rewinds == 2
+        assert sink.data == CONTENT
+    assert sink.passes == 2
     assert server.accepted == 1
 
 
@@ -222,10 +208,10 @@ def test_a_range_goes_to_the_sink(place: Place) -> None:
 )
 def test_no_other_bytes_get_to_the_sink(plain: Place, answer: tuple[Any, ...]) -> None:
     """A response with another range does not reach the sink, and its connection is closed."""
-    sink = BufferSink()
+    sink = CountedSink()
     server, wire = plain.both(answering(*answer))
     assert get(wire, sink, Range="bytes=0-99").body == b""
-    assert (sink.content, sink.rewinds) == (b"", 0)
+    assert (sink.data, sink.passes) == (b"", 0)
     server.script = answering(200, b"fine")
     assert get(wire).body == b"fine"
     assert server.accepted == 2
@@ -235,25 +221,25 @@ def test_no_other_bytes_get_to_the_sink(plain: Place, answer: tuple[Any, ...]) -
 @pytest.mark.parametrize("size_bytes", [0, 9, 11, 3 * WINDOW_BYTES])
 def test_a_range_of_another_length(plain: Place, size_bytes: int) -> None:
     """A body of another length than its Content-Range is Transient, and the sink never gets too much."""
-    sink = BufferSink()
+    sink = CountedSink()
     server, wire = plain.both(answering(206, bytes(size_bytes), "Content-Range: bytes 0-9/10"))
     with Fails:
         get(wire, sink, Range="bytes=0-9")
-    assert len(sink.content) <= 10
+    assert len(sink.data) <= 10
     server.script = answering(200, b"0123456789", "Content-Range: bytes 0-9/10")
     get(wire, sink, Range="bytes=0-9")
-    assert sink.content == b"0123456789"
+    assert sink.data == b"0123456789"
 
 
 def test_an_error_comes_back_whole(place: Place) -> None:
     """Error responses are returned with their bodies, and the connection is reused."""
-    sink = BufferSink()
+    sink = CountedSink()
     server, wire = place.both(answering(404, b"<Code>NoSuchKey</Code>", "Retry-After: 3"))
     for _ in range(3):
         answer = get(wire, sink, Range="bytes=0-9")
         assert (answer.status, answer.body) == (404, b"<Code>NoSuchKey</Code>")
         assert answer.headers["retry-after"] == "3"
-    assert sink.rewinds == 0
+    assert sink.passes == 0
     assert server.accepted == 1
 
 
@@ -276,9 +262,9 @@ def test_forms_of_responses(place: Place, raw: bytes) -> None:
     """Chunks, interim responses, a short status line: the same body, with and without a sink."""
     server = place.server(saying(raw))
     assert get(place.wire(server)).body == b"fine"
-    sink = BufferSink()
+    sink = CountedSink()
     assert get(place.wire(server), sink).body == b""
-    assert sink.content == b"fine"
+    assert sink.data == b"fine"
 
 
 @pytest.mark.parametrize(
@@ -345,13 +331,7 @@ def test_garbage(plain: Place, raw: bytes) -> None:
 )
 def test_a_connection_that_must_not_be_used_again(place: Place, raw: bytes) -> None:
     """After a close, an older protocol or unexpected bytes, the next request opens a connection."""
-
-    def script(peer: Peer) -> None:
-        if peer.request() is not None:
-            peer.send(raw)
-            peer.wait_for_end()
-
-    server, wire = place.both(script)
+    server, wire = place.both(saying(raw, waits=True))
     assert [get(wire).body for _ in range(3)] == [b"fine"] * 3
     assert server.accepted == 3
 
@@ -535,12 +515,12 @@ def test_an_end_within_the_response(place: Place, offset: int, how: str) -> None
             peer.reset()
 
     server, wire = place.both(script)
-    sink = BufferSink()
+    sink = CountedSink()
     with Fails:
         get(wire, sink)
     server.script = answering(200, CONTENT)
     get(wire, sink)
-    assert sink.content == CONTENT
+    assert sink.data == CONTENT
 
 
 @pytest.mark.fault("O01")
@@ -599,37 +579,31 @@ def test_a_refusal_and_a_reset(plain: Place) -> None:
 # ---------------------------------------------------------------- what hangs
 
 
-def _reads_no_more(peer: Peer, gate: threading.Event) -> None:
-    peer.body(1000)
-    gate.wait(20)
+def stalling(sent: bytes | None, gate: threading.Event) -> Script:
+    """A server that stalls after these bytes of its response; with None, after a kilobyte of the request."""
 
+    def script(peer: Peer) -> None:
+        if sent is None:
+            peer.body(1000)
+        else:
+            peer.request()
+            peer.send(sent)
+        gate.wait(20)
 
-def _never_answers(peer: Peer, gate: threading.Event) -> None:
-    peer.request()
-    gate.wait(20)
-
-
-def _stops_within_the_head(peer: Peer, gate: threading.Event) -> None:
-    peer.request()
-    peer.send(FINE[:20])
-    gate.wait(20)
-
-
-def _stops_within_the_body(peer: Peer, gate: threading.Event) -> None:
-    peer.request()
-    peer.send(FINE[:-2])
-    gate.wait(20)
+    return script
 
 
 @pytest.mark.fault("O02")
 @pytest.mark.parametrize(
-    "hang", [_reads_no_more, _never_answers, _stops_within_the_head, _stops_within_the_body]
+    "sent",
+    [None, b"", FINE[:20], FINE[:-2]],
+    ids=["body", "no response", "head of the response", "body of the response"],
 )
-def test_a_stalled_request_is_freed(place: Place, hang: Callable[..., None]) -> None:
+def test_a_stalled_request_is_freed(place: Place, sent: bytes | None) -> None:
     """A stall of the server at any point ends with its reason, and the wire works."""
     gate = threading.Event()
-    server, wire = place.both(lambda peer: hang(peer, gate), stall_s=0.4, first_byte_s=0.4)
-    body = Endless() if hang is _reads_no_more else Body(CONTENT)
+    server, wire = place.both(stalling(sent, gate), stall_s=0.4, first_byte_s=0.4)
+    body = Endless() if sent is None else Body(CONTENT)
     with pytest.raises(Transient, match="nothing moved"):
         wire.request("PUT", "/", {}, body=body)
     assert not gate.is_set()
@@ -642,7 +616,7 @@ def test_a_stalled_request_is_freed(place: Place, hang: Callable[..., None]) -> 
 def test_few_bytes_that_a_store_does_not_take_count_as_sent(place: Place) -> None:
     """A flush that looks faster than its link opens connections, and forecasts a commit that is too early."""
     gate = threading.Event()
-    _, wire = place.both(lambda peer: _reads_no_more(peer, gate), stall_s=0.4)
+    _, wire = place.both(stalling(None, gate), stall_s=0.4)
     moved: list[int] = []
     with Fails:
         wire.request("PUT", "/", {}, body=Body(bytes(16 * WINDOW_BYTES), moved.append))
@@ -669,7 +643,7 @@ def test_slow_is_not_stalled(plain: Place) -> None:
     """Slow transfers, a slow ``moved`` and slow sinks are not cut."""
     pause = threading.Event()
 
-    class Slow(BufferSink):
+    class Slow(CountedSink):
         def write(self, window: memoryview) -> None:
             pause.wait(0.8)
             super().write(window)
@@ -685,7 +659,7 @@ def test_slow_is_not_stalled(plain: Place) -> None:
     slow = Slow()
     body = Body(b"0123456789", lambda _: pause.wait(0.8) and None)
     wire.request("PUT", "/", {}, body=body, sink=slow)
-    assert slow.content == b"x" * 20
+    assert slow.data == b"x" * 20
 
 
 @pytest.mark.fault("O02")
@@ -759,16 +733,16 @@ def test_an_exception_of_moved_passes_unchanged(
 def test_an_exception_of_a_sink_passes_unchanged(place: Place) -> None:
     """The rest of the response does not affect other requests."""
 
-    class Full(BufferSink):
+    class Full(CountedSink):
         def write(self, window: memoryview) -> None:
             raise _Trouble("no space")
 
     server, wire = place.both(answering(200, CONTENT))
     with pytest.raises(_Trouble):
         get(wire, Full())
-    sink = BufferSink()
+    sink = CountedSink()
     get(wire, sink)
-    assert sink.content == CONTENT
+    assert sink.data == CONTENT
     assert server.accepted == 2
 
 
@@ -778,7 +752,7 @@ def test_memory_is_bounded(plain: Place) -> None:
     total_bytes = 48 * 2**20
     content = bytes(total_bytes)
 
-    class Discarding(BufferSink):
+    class Discarding(CountedSink):
         received_bytes = 0
 
         def write(self, window: memoryview) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from testkit import REPOSITORY
 from testkit.reference.metrics import of_exporter
 
 MONITORING = REPOSITORY / "monitoring"
+PROMETHEUS = MONITORING / "prometheus"
 OF_OTHERS = {"up", "ALERTS", "node_textfile_mtime_seconds"}
 """Metrics of Prometheus itself and of node_exporter."""
 LABELS_OF_ALL = {"run", "store", "job", "instance", "le", "alertname", "alertstate", "file"}
@@ -63,3 +65,12 @@ def tool(name: str, package: str = "prometheus") -> str:
     if path is None:
         pytest.skip(f"{name} is not installed: apt-get install {package}")
     return path
+
+
+def promtool(*arguments: str) -> None:
+    """Expect that promtool succeeds, in the directory of the rules."""
+    command = [tool("promtool"), *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=PROMETHEUS, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

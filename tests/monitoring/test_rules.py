@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import runpy
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,8 @@ from swansong_tools.exporter import reader
 from testkit import REPOSITORY
 from testkit.reference.alerts import RULES
 
-from .tables import (
-    LABELS_OF_ALL,
-    MONITORING,
-    OF_OTHERS,
-    metrics_of,
-    selectors,
-    tables,
-    tool,
-)
+from .tables import LABELS_OF_ALL, OF_OTHERS, PROMETHEUS, metrics_of, promtool, selectors, tables
 
-PROMETHEUS = MONITORING / "prometheus"
 TESTS = sorted(PROMETHEUS.glob("*_test.yml"))
 FINDINGS = runpy.run_path(str(REPOSITORY / "tests/check_prose.py"))["findings"]
 
@@ -45,14 +35,6 @@ def rules(kind: str) -> dict[str, dict[str, Any]]:
 
 
 ALERTS = rules("alert")
-
-
-def promtool(*arguments: str) -> None:
-    command = [tool("promtool"), *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=PROMETHEUS, check=False
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 
 def test_promtool_accepts_the_rules_and_the_example() -> None:

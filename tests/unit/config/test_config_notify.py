@@ -6,29 +6,22 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from swansong_bucket.errors import ConfigError
 from swansongd.config.config import parse
 from swansongd.config.notify import NotifyConfig
 
-BASE = {
-    "run": {"name": "r"},
-    "staging": {"path": "/staging"},
-    "store": {"url": "s3://bucket/prefix"},
-}
+from .test_config import MINIMAL, problems_of
 
 
 def notify(**settings: Any) -> NotifyConfig:
-    return parse({**BASE, "notify": settings}).notify
+    return parse({**MINIMAL, "notify": settings}).notify
 
 
 def problems(**settings: Any) -> str:
-    with pytest.raises(ConfigError) as error:
-        notify(**settings)
-    return "\n".join(error.value.problems)
+    return "\n".join(problems_of({**MINIMAL, "notify": settings}))
 
 
 def test_nothing_is_sent_by_default() -> None:
-    config = parse(BASE).notify
+    config = parse(MINIMAL).notify
     assert (config.has_webhook, config.has_heartbeat, config.exec) == (False, False, ())
 
 

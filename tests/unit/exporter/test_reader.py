@@ -98,6 +98,24 @@ def labels_of(labels: dict[str, str]) -> tuple[str, ...]:
     return tuple(labels[name] for name in order if name in labels)
 
 
+def metrics_of(store: MemoryStore, **source: Any) -> Metrics:
+    """The samples of a new exporter after its first reading."""
+    rig = Rig(store, **source)
+    assert rig.read()
+    return rig.metrics()
+
+
+def delete(store: MemoryStore, *prefixes: str) -> None:
+    for key in [key for key in store.objects if key.startswith(prefixes)]:
+        del store.objects[key]
+
+
+def a_mirror() -> MemoryStore:
+    mirror = MemoryStore()
+    mirror.url = "memory://mirror"
+    return mirror
+
+
 def counters(metrics: Metrics) -> Metrics:
     return {
         sample: value
@@ -112,9 +130,7 @@ def test_the_figures_of_a_run(store: MemoryStore) -> None:
     committed.commit(store, {"a": b"1" * 9}, generation=3, step=510, kind=CheckpointKind.EMERGENCY)
     committed.commit(store, {"a": b"1"}, generation=3, step=520, node=1, nodes=2)
     pins.create(store, KEYS, Pin(run="r", name="best", ref=CommitRef(3, 500)))
-    rig = Rig(store)
-    assert rig.read()
-    found = rig.metrics()
+    found = metrics_of(store)
     wanted = {
         ("swansong_run_generation", ("r",)): 3,
         ("swansong_run_finished", ("r",)): 0,
@@ -147,9 +163,7 @@ def test_the_figures_of_a_run(store: MemoryStore) -> None:
 def test_a_finished_run_and_costs(store: MemoryStore) -> None:
     """The end of the run is a commit of its own kind; prices add costs in their currency."""
     committed.commit(store, {"a": b"1"}, generation=3, step=600, kind=CheckpointKind.FINAL)
-    rig = Rig(store, prices=Prices(spot=3.6, currency="EUR"))
-    assert rig.read()
-    found = rig.metrics()
+    found = metrics_of(store, prices=Prices(spot=3.6, currency="EUR"))
     assert found["swansong_run_finished", ("r",)] == 1
     gpu_s = found["swansong_run_gpu_seconds", ("r",)]
     assert 0 < found["swansong_run_cost", ("r", "interruptions", "EUR")] < gpu_s / 1000
@@ -192,20 +206,12 @@ def test_counters_survive_a_restart_and_prune(store: MemoryStore) -> None:
     assert rig.read()
     before = counters(rig.metrics())
     assert sum(before.values()) > 0
-    assert counters_of(store) == before
-    for key in [key for key in store.objects if key.startswith(("r/commits/", "r/data/"))]:
-        del store.objects[key]
+    assert counters(metrics_of(store)) == before
+    delete(store, "r/commits/", "r/data/")
     assert rig.read()
-    assert counters(rig.metrics()) == counters_of(store) == before
+    assert counters(rig.metrics()) == counters(metrics_of(store)) == before
     assert rig.metrics()["swansong_run_commits", ("r", "periodic")] == 0
     assert ("swansong_run_last_commit_step", ("r",)) not in rig.metrics()
-
-
-def counters_of(store: MemoryStore) -> Metrics:
-    """The counters of a new exporter."""
-    rig = Rig(store)
-    assert rig.read()
-    return counters(rig.metrics())
 
 
 def test_deleted_records_lower_the_counters(store: MemoryStore) -> None:
@@ -214,7 +220,7 @@ def test_deleted_records_lower_the_counters(store: MemoryStore) -> None:
     assert rig.read()
     del store.objects[KEYS.resumption(3)]
     assert rig.read()
-    assert counters(rig.metrics()) == counters_of(store)
+    assert counters(rig.metrics()) == counters(metrics_of(store))
     assert rig.metrics()["swansong_run_interruptions_total", ("r", "new")] == 1
 
 
@@ -296,8 +302,7 @@ def test_a_first_reading_with_a_fault_of_ours_shows_the_store_down(store: Memory
 @pytest.mark.fault("OX02")
 def test_a_fault_while_the_mirror_is_read_shows_the_mirror_down(store: MemoryStore) -> None:
     """The figures of the run stay, and the store is up."""
-    mirror = MemoryStore()
-    mirror.url = "memory://mirror"
+    mirror = a_mirror()
     mirror.before = failing("", lambda: ZeroDivisionError("a fault"))
     rig = Rig(store, mirror=mirror)
     assert not rig.read()
@@ -326,8 +331,7 @@ def test_a_mirror_that_is_also_a_store_keeps_its_own_counts() -> None:
 @pytest.mark.usefixtures("_impatient")
 def test_a_mirror_that_fails_leaves_the_lag(store: MemoryStore) -> None:
     """The lag is that of the last reading of the mirror, and the store is up."""
-    mirror = MemoryStore()
-    mirror.url = "memory://mirror"
+    mirror = a_mirror()
     for key in [key for key in store.objects if key.startswith(("r/commits/", "r/generations/"))]:
         mirror.objects[key] = store.objects[key]
     rig = Rig(store, mirror=mirror)
@@ -362,18 +366,12 @@ def test_the_exporter_cannot_write(store: MemoryStore) -> None:
 @pytest.mark.fault("OX03")
 def test_damaged_objects_are_counted_and_read_once(store: MemoryStore) -> None:
     """Manifests, farewells and resumptions that are not valid change nothing else."""
-    good = counters_of(store)
+    good = counters(metrics_of(store))
     store.objects[KEYS.commit(CommitRef(3, 700), 0, 1)] = b"{}"
-    for name, data in {
-        "a": b"",
-        "b": b"[]",
-        "c": b"\xff",
-        "d": b'{"verdict": "SAFE"}',
-        "e": b"[" * 100_000,
-        "f": b" " * (2**20 + 1),
-        "g": store.objects[KEYS.farewell(1, "t2")],
-    }.items():
-        store.objects[KEYS.farewell(2, name)] = data
+    replayed = store.objects[KEYS.farewell(1, "t2")]
+    damaged = b"", b"[]", b"\xff", b'{"verdict": "SAFE"}', b"[" * 100_000, b" " * (2**20 + 1)
+    for number, data in enumerate((*damaged, replayed)):
+        store.objects[KEYS.farewell(2, f"d{number}")] = data
     store.objects[KEYS.resumption(8)] = store.objects[KEYS.resumption(3)]
     rig = Rig(store)
     with capture_logs() as logs:
@@ -409,9 +407,7 @@ def test_a_forged_farewell_of_the_future_hides_no_lost_evacuation(
     lost(store, "t1")
     lost(store, "t2", evacuation=evacuation, written="2099-01-01T00:00:00Z")
     lost(store, "t3", evacuation=evacuation, written="2099-01-01T00:00:00Z", verdict="SAFE")
-    rig = Rig(store)
-    assert rig.read()
-    found = rig.metrics()
+    found = metrics_of(store)
     name = "swansong_run_last_evacuation_timestamp_seconds"
     assert found[name, ("r", "LOST", "no")] == BEGUN_S + 500
     assert found["swansong_run_evacuations_total", ("r", "LOST", "no")] == 1
@@ -420,20 +416,14 @@ def test_a_forged_farewell_of_the_future_hides_no_lost_evacuation(
 
 def test_a_drill_over_several_vms_is_a_drill(store: MemoryStore) -> None:
     """The other VMs answer the request of the VM with the drill, and know only its id."""
-    for number, (evacuation, source) in enumerate(
-        (
-            ("drill-0123", "drill"),
-            ("drill-0123", "peer"),
-            ("4567", "aws.spot"),
-            ("4567", "peer"),
-            ("drill-89ab", "aws.spot"),
-        )
-    ):
+    answered = (
+        *(("drill-0123", "drill"), ("drill-0123", "peer")),
+        *(("4567", "aws.spot"), ("4567", "peer"), ("drill-89ab", "aws.spot")),
+    )
+    for number, (evacuation, source) in enumerate(answered):
         notices = [{"source": source, "kind": "any"}]
         lost(store, f"t{number}", evacuation=evacuation, notices=notices)
-    rig = Rig(store)
-    assert rig.read()
-    found = rig.metrics()
+    found = metrics_of(store)
     assert found["swansong_run_evacuations_total", ("r", "LOST", "yes")] == 1
     assert found["swansong_run_evacuations_total", ("r", "LOST", "no")] == 2
 
@@ -444,13 +434,11 @@ def test_a_commit_is_as_old_as_its_last_manifest(store: MemoryStore) -> None:
         committed.commit(
             store, {"a": b"1"}, generation=3, step=800, node=node, nodes=2, created=created
         )
-    rig = Rig(store)
-    assert rig.read()
     newest = history.commits(Run.listed(store, KEYS)).newest_whole
     assert newest is not None
     created_s = wall.required_s("2027-02-01T00:01:00Z", "created")
     assert newest.created_wall_s == created_s
-    assert rig.metrics()["swansong_run_last_commit_timestamp_seconds", ("r",)] == created_s
+    assert metrics_of(store)["swansong_run_last_commit_timestamp_seconds", ("r",)] == created_s
 
 
 @pytest.mark.fault("OX03")
@@ -460,10 +448,9 @@ def test_foreign_keys_are_counted(store: MemoryStore) -> None:
         store.objects[f"r/{key}"] = b"1"
     store.objects["r/commits/"] = b""  # a console shows a folder
     store.objects["r/probes/doctor-1/generations/00000001.json"] = b"1"
-    rig = Rig(store)
-    assert rig.read()
-    assert rig.metrics()["swansong_run_foreign_objects", ("r",)] == 5
-    assert rig.metrics()["swansong_run_generation", ("r",)] == 3
+    found = metrics_of(store)
+    assert found["swansong_run_foreign_objects", ("r",)] == 5
+    assert found["swansong_run_generation", ("r",)] == 3
 
 
 @pytest.mark.fault("OX03")
@@ -498,8 +485,7 @@ def test_the_number_of_runs_is_limited() -> None:
     assert rig.read()
     assert {each.run for each in rig.reader.figures()} == {"b", "c", "d"}
     assert rig.metrics()["swansong_exporter_runs_left_out", ()] == 2
-    for key in [key for key in store.objects if key.startswith("c/")]:
-        del store.objects[key]
+    delete(store, "c/")
     assert rig.read()
     assert len(rig.reader.figures()) == 3
     assert rig.metrics()["swansong_exporter_runs_left_out", ()] == 1
@@ -524,14 +510,12 @@ def test_too_many_records_leave_the_oldest(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A counter never falls because of new records."""
-    good = counters_of(store)
+    good = counters(metrics_of(store))
     monkeypatch.setattr(run_reader, "RECORDS_MAX", 3)
     for number in range(10):
         farewell(store, 3, 160, BEGUN_S + 1200 + number, over=False, stamp=f"x{number}")
         committed.commit(store, {"a": b"1"}, generation=3, step=200 + number)
-    rig = Rig(store)
-    assert rig.read()
-    found = rig.metrics()
+    found = metrics_of(store)
     assert all(counters(found)[sample] >= value for sample, value in good.items())
     # The farewells of the first VM, and one of the third.
     assert found["swansong_run_evacuations_total", ("r", "SAFE", "no")] == 2
@@ -630,7 +614,6 @@ def test_a_claim_alone_is_a_run() -> None:
     """A run that has not committed yet is visible."""
     store = MemoryStore()
     claim(store, 1, BEGUN_S)
-    rig = Rig(store)
-    assert rig.read()
-    assert rig.metrics()["swansong_run_generation", ("r",)] == 1
-    assert rig.metrics()["swansong_run_commits", ("r", "periodic")] == 0
+    found = metrics_of(store)
+    assert found["swansong_run_generation", ("r",)] == 1
+    assert found["swansong_run_commits", ("r", "periodic")] == 0

@@ -10,6 +10,8 @@ import pytest
 from swansongd.notifications.outbox import Outbox
 from swansongd.observe.notifications import Notification, NotificationKind, sample
 
+from testkit.staged import Clock
+
 
 def made(
     name: str, kind: NotificationKind = NotificationKind.STALL, group: str = ""
@@ -17,11 +19,10 @@ def made(
     return replace(sample(0.0), key=name, group=group or name, kind=kind)
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+def put(outbox: Outbox, **kinds: NotificationKind) -> None:
+    """Put a notification of each kind, in this order."""
+    for name, kind in kinds.items():
+        outbox.put(made(name, kind))
 
 
 def taken(outbox: Outbox, count: int) -> list[str]:
@@ -34,24 +35,14 @@ def taken(outbox: Outbox, count: int) -> list[str]:
 
 def test_urgent_notifications_overtake_the_others() -> None:
     outbox = Outbox()
-    for name, kind in (
-        ("a", NotificationKind.STALL),
-        ("b", NotificationKind.MARGIN),
-        ("v", NotificationKind.VERDICT),
-    ):
-        outbox.put(made(name, kind))
+    put(outbox, a=NotificationKind.STALL, b=NotificationKind.MARGIN, v=NotificationKind.VERDICT)
     assert taken(outbox, 3) == ["v", "a", "b"]
 
 
 @pytest.mark.fault("W03")
 def test_a_full_outbox_drops_the_oldest_one_that_is_not_urgent_and_counts_it() -> None:
     outbox = Outbox(3)
-    for name, kind in (
-        ("n", NotificationKind.NOTICE),
-        ("a", NotificationKind.STALL),
-        ("b", NotificationKind.STALL),
-    ):
-        outbox.put(made(name, kind))
+    put(outbox, n=NotificationKind.NOTICE, a=NotificationKind.STALL, b=NotificationKind.STALL)
     outbox.put(made("c"))
     assert outbox.status().dropped == 1
     assert taken(outbox, 3) == ["n", "b", "c"]
@@ -62,7 +53,7 @@ def test_a_full_outbox_drops_the_oldest_one_that_is_not_urgent_and_counts_it() -
 
 
 def test_a_retry_waits_while_other_notifications_are_sent() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     outbox = Outbox(monotonic=clock)
     outbox.put(made("a"))
     outbox.take()
@@ -70,14 +61,14 @@ def test_a_retry_waits_while_other_notifications_are_sent() -> None:
     assert outbox.status().last_error == "HTTP 503"
     outbox.put(made("b"))
     assert taken(outbox, 1) == ["b"]
-    clock.now = 10.0
+    clock.now_s = 10.0
     entry = outbox.take()
     assert (entry.notification.key, entry.attempts) == ("a", 2)
 
 
 def test_a_retry_keeps_the_order_of_its_group() -> None:
     """A problem whose begin arrives after its end would stay open.  A new message ends a pause."""
-    clock = Clock()
+    clock = Clock(0.0)
     outbox = Outbox(monotonic=clock)
     outbox.put(made("begin", group="g"))
     outbox.take()
@@ -87,7 +78,7 @@ def test_a_retry_keeps_the_order_of_its_group() -> None:
     outbox.retry(60.0, "HTTP 503")
     outbox.put(made("other"))
     assert taken(outbox, 1) == ["other"]
-    clock.now = 60.0
+    clock.now_s = 60.0
     assert taken(outbox, 2) == ["begin", "end"]
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,6 @@ from swansongd.notifications import record as records
 from swansongd.notifications import secret_files
 from swansongd.notifications.record import SentNotifications
 from swansongd.notifications.secret_files import UnusableSecret
-
-
-@pytest.fixture
-def own_fd(tmp_path: Path) -> Iterator[int]:
-    fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
-    yield fd
-    os.close(fd)
 
 
 def test_the_record_survives_the_daemon_and_not_the_boot(own_fd: int) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from swansong_bucket.model import CommitRef, Severity, TrainerView
 from swansongd.core.events import (
-    Action,
     Conclude,
     FenceFound,
     RestoreAsked,
@@ -46,16 +45,20 @@ class Accounted(Story):
         self.accounting = Accounting(self.resumes.append, self._farewell)
         super().__init__(**options)
 
-    def tell(self, event: Observed) -> list[Action]:
-        before = self.state
-        actions = super().tell(event)
-        self.accounting.record(before, self.state, event, self.now)
-        self.accounting.observe(Observation(before, self.state, event, actions, self.now))
-        return actions
+    def observe(self, observation: Observation) -> None:
+        super().observe(observation)
+        before, after, event, _, now_mono_s = observation
+        self.accounting.record(before, after, event, now_mono_s)
+        self.accounting.observe(observation)
 
     @property
     def training(self) -> Training:
         return self.accounting.training
+
+    @property
+    def left_s(self) -> float:
+        """The time until the deadline of the evacuation."""
+        return self.evacuation.deadline_mono_s - self.now
 
     def _farewell(self, conclusion: Conclude, _: float) -> None:
         self.farewells.append(conclusion)
@@ -246,9 +249,7 @@ def evacuated(in_s: float = 60.0) -> Accounted:
     story = Accounted(newest=NEWEST)
     resumed(story)
     story.notice(in_s=in_s)
-    story.accept(44)
-    story.answer(45)
-    story.store_all()
+    story.serve(44)
     assert story.verdicts
     return story
 
@@ -288,8 +289,7 @@ def test_saves_without_a_notice_are_counted_apart() -> None:
 def test_the_last_farewell_has_a_late_step(in_s: float) -> None:
     """It is written once, shortly before the deadline, and announces no verdict."""
     story = evacuated(in_s)
-    left_s = story.state.evacuation.deadline_mono_s - story.now  # type: ignore[union-attr]
-    story.wait(left_s - LAST_FAREWELL_LEAD_S - 0.5)
+    story.wait(story.left_s - LAST_FAREWELL_LEAD_S - 0.5)
     assert not story.farewells
     verdicts = list(story.verdicts)
     story.progress(90)
@@ -305,8 +305,7 @@ def test_the_last_farewell_has_a_late_step(in_s: float) -> None:
 def test_a_vm_that_outlives_its_deadline_reports_its_later_steps() -> None:
     """An assumed deadline is too early, and steps that no farewell has would count as downtime."""
     story = evacuated()
-    left_s = story.state.evacuation.deadline_mono_s - story.now  # type: ignore[union-attr]
-    story.wait(left_s - 0.5)
+    story.wait(story.left_s - 0.5)
     assert len(story.farewells) == 1
     story.progress(91)
     story.wait(0.4)
@@ -337,8 +336,7 @@ def test_the_last_farewell_waits_for_a_commit() -> None:
     story.seal(70, start_id="s1")
     story.flushed()
     assert story.state.commits.stored
-    left_s = story.state.evacuation.deadline_mono_s - story.now  # type: ignore[union-attr]
-    story.wait(left_s - LAST_FAREWELL_LEAD_S / 2)
+    story.wait(story.left_s - LAST_FAREWELL_LEAD_S / 2)
     assert not story.farewells
     before = len(story.all(Conclude))
     story.store_all()
@@ -385,8 +383,7 @@ def test_a_fault_costs_only_the_facts_so_far() -> None:
 def test_nothing_is_reported_once_the_daemon_is_fenced() -> None:
     """The generation belongs to another VM: a last farewell would contradict it."""
     story = evacuated()
-    left_s = story.state.evacuation.deadline_mono_s - story.now  # type: ignore[union-attr]
-    story.now += left_s - LAST_FAREWELL_LEAD_S / 2
+    story.now += story.left_s - LAST_FAREWELL_LEAD_S / 2
     story.tell(FenceFound(9))
     assert story.state.starts.fenced_by == 9
     assert not story.farewells
@@ -395,12 +392,11 @@ def test_nothing_is_reported_once_the_daemon_is_fenced() -> None:
 def test_a_report_is_dated_by_the_wall_clock() -> None:
     """The monotonic instants of the training become wall-clock times."""
     story = evacuated()
-    deadline_mono_s = story.state.evacuation.deadline_mono_s  # type: ignore[union-attr]
     training = Training(step=7, mono_s=story.now - 10.0, step_s=0.5, ranks=2)
     found = last_report(training, story.state, now_mono_s=story.now, now_wall_s=5000.0)
     assert found is not None
     assert found.wall_s == pytest.approx(4990.0)
-    assert found.deadline_wall_s == pytest.approx(5000.0 + deadline_mono_s - story.now)
+    assert found.deadline_wall_s == pytest.approx(5000.0 + story.left_s)
     assert not found.is_over
 
 

@@ -57,6 +57,17 @@ class Rig:
         served.start()
         return served
 
+    def write(self, path: Path, *, interval_s: float = 0.02) -> Textfile:
+        written = Textfile(
+            path,
+            registry_of(self.one),
+            key="metrics.textfile",
+            stop=self.stop,
+            interval_s=interval_s,
+        )
+        written.start()
+        return written
+
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
@@ -65,22 +76,24 @@ def rig() -> Iterator[Rig]:
     made.stop.set()
 
 
-def connected(served: Exposition) -> socket.socket:
-    """A connection to the address."""
+def connected(served: Exposition, data: bytes = b"") -> socket.socket:
+    """A connection to the address, which has sent these bytes."""
     where = until(lambda: served.served_at, what="the metrics are served")
     if where.startswith("unix:"):
         client = socket.socket(socket.AF_UNIX)
+        client.settimeout(30)
         client.connect(where.removeprefix("unix:"))
-        return client
-    host, _, port = where.rpartition(":")
-    return socket.create_connection((host.strip("[]"), int(port)), timeout=30)
+    else:
+        host, _, port = where.rpartition(":")
+        client = socket.create_connection((host.strip("[]"), int(port)), timeout=30)
+    client.sendall(data)
+    return client
 
 
 def scrape(served: Exposition, **headers: str) -> tuple[int, dict[str, str], bytes]:
     """Status, headers and body of one scrape."""
     connection = HTTPConnection("daemon", timeout=30)
     connection.sock = connected(served)
-    connection.sock.settimeout(30)
     connection.request("GET", "/metrics", headers=headers)
     answer = connection.getresponse()
     found = answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
@@ -116,8 +129,7 @@ def test_only_get_is_answered_with_metrics(rig: Rig) -> None:
     """Another method and a line that is not HTTP get an error, and the next scrape works."""
     served = rig.serve()
     for request in (b"POST /metrics HTTP/1.1\r\n\r\n", b"\x16\x03\x01\r\n\r\n"):
-        with connected(served) as client:
-            client.sendall(request)
+        with connected(served, request) as client:
             answer = client.recv(65536)
         assert b"swansong_one" not in answer
     assert scrape(served)[0] == 200
@@ -152,8 +164,7 @@ def test_every_request_gets_an_answer_and_none_is_a_fault(
         head = "".join(f"Accept: {each}\r\n" for each in accepts)
         request = f"GET {path} HTTP/1.1\r\n{head}\r\n".encode("latin-1")
         for _ in range(2):
-            with connected(served) as client:
-                client.sendall(request)
+            with connected(served, request) as client:
                 answer = client.recv(65536)
             assert answer.startswith((b"HTTP/1.0 200", b"HTTP/1.0 4")), (request, answer)
             assert b"folded" not in answer.partition(b"\r\n\r\n")[0]
@@ -166,12 +177,9 @@ def test_slow_clients_hold_up_no_scrape(rig: Rig, monkeypatch: pytest.MonkeyPatc
     """With more silent connections than the limit a scrape still succeeds, and the oldest one is closed."""
     monkeypatch.setattr(exposition, "CONNECTION_S_MAX", 1000.0)
     served = rig.serve()
-    silent = []
-    for _ in range(exposition.CONNECTIONS_MAX + 4):
-        silent.append(connected(served))
-        silent[-1].sendall(b"GET /metrics HTTP/1.1\r\nAccept: ")
+    head, count = b"GET /metrics HTTP/1.1\r\nAccept: ", exposition.CONNECTIONS_MAX + 4
+    silent = [connected(served, head) for _ in range(count)]
     assert scrape(served)[0] == 200
-    silent[0].settimeout(30)
     assert silent[0].recv(1) == b""
     for each in silent:
         each.close()
@@ -239,9 +247,7 @@ def test_a_client_that_reads_nothing_holds_up_no_scrape(rig: Rig) -> None:
     """Its reply is larger than all buffers, and another scrape succeeds meanwhile."""
     served = rig.serve()
     rig.one.help = "x" * 2**24
-    with connected(served) as deaf:
-        deaf.settimeout(30)
-        deaf.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+    with connected(served, b"GET /metrics HTTP/1.1\r\n\r\n") as deaf:
         assert deaf.recv(1) == b"H"
         assert scrape(served)[0] == 200
 
@@ -250,9 +256,7 @@ def test_a_client_that_reads_nothing_holds_up_no_scrape(rig: Rig) -> None:
 def test_a_connection_has_a_limited_life(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that sends one byte now and then is closed like one that sends nothing."""
     monkeypatch.setattr(exposition, "CONNECTION_S_MAX", 0.2)
-    with connected(rig.serve()) as client:
-        client.settimeout(30)
-        client.sendall(b"GET / HT")
+    with connected(rig.serve(), b"GET / HT") as client:
         assert client.recv(1) == b""
 
 
@@ -261,11 +265,9 @@ def test_a_request_has_a_limited_size(rig: Rig, monkeypatch: pytest.MonkeyPatch)
     """A header without an end is not collected in memory: the connection is closed."""
     monkeypatch.setattr(exposition, "CONNECTION_S_MAX", 1000.0)
     served = rig.serve()
-    with connected(served) as client:
-        client.settimeout(30)
-        client.sendall(b"X" * (exposition.HEAD_BYTES_MAX + 1))
-        with suppress(ConnectionResetError):
-            assert client.recv(1) == b""
+    head = b"X" * (exposition.HEAD_BYTES_MAX + 1)
+    with connected(served, head) as client, suppress(ConnectionResetError):
+        assert client.recv(1) == b""
     assert scrape(served)[0] == 200
 
 
@@ -276,12 +278,9 @@ def test_a_flood_of_connections_is_slowed_down(rig: Rig, monkeypatch: pytest.Mon
     monkeypatch.setattr(exposition, "CONNECTIONS_PER_S", 2.0)
     served = rig.serve()
     clients = [connected(served) for _ in range(10)]
-    answered = []
     for client in clients[:3]:
-        client.settimeout(30)
         client.sendall(b"GET / HTTP/1.0\r\n\r\n")
-        answered.append(client.recv(4))
-    assert answered == [b"HTTP"] * 3
+        assert client.recv(4) == b"HTTP"
     clients[9].sendall(b"GET / HTTP/1.0\r\n\r\n")
     clients[9].settimeout(0.3)
     with pytest.raises(TimeoutError):
@@ -373,10 +372,7 @@ def test_the_textfile_is_whole_and_readable_and_removed_at_the_stop(
     (tmp_path / ".swansong.prom.new").write_text("rest of a process that died")
     mask = os.umask(0o077)
     try:
-        written = Textfile(
-            path, registry_of(rig.one), key="metrics.textfile", stop=rig.stop, interval_s=0.02
-        )
-        written.start()
+        written = rig.write(path)
         until(path.exists, what="the textfile")
         assert stat.S_IMODE(path.stat().st_mode) == 0o644
         rig.one.value = 2.0
@@ -392,10 +388,7 @@ def test_the_textfile_is_whole_and_readable_and_removed_at_the_stop(
 def test_a_textfile_that_cannot_be_written_is_tried_again(rig: Rig, tmp_path: Path) -> None:
     """A directory that appears later gets the file."""
     path = tmp_path / "later" / "swansong.prom"
-    written = Textfile(
-        path, registry_of(rig.one), key="metrics.textfile", stop=rig.stop, interval_s=0.02
-    )
-    written.start()
+    written = rig.write(path)
     path.parent.mkdir()
     until(path.exists, what="the textfile")
     rig.stop.set()
@@ -405,10 +398,7 @@ def test_a_textfile_that_cannot_be_written_is_tried_again(rig: Rig, tmp_path: Pa
 def test_a_textfile_of_another_daemon_stays(rig: Rig, tmp_path: Path) -> None:
     """A daemon that ends removes only the file that it wrote last."""
     path = tmp_path / "swansong.prom"
-    ending = Textfile(
-        path, registry_of(rig.one), key="metrics.textfile", stop=rig.stop, interval_s=1000
-    )
-    ending.start()
+    ending = rig.write(path, interval_s=1000)
     until(path.exists, what="the textfile")
     rig.one.value = 2.0
     exposition.write_textfile(path, registry_of(rig.one))

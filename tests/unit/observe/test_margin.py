@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swansong_bucket.model import Health, NoticeKind, SourceStatus
+from swansong_bucket.model import Health, NoticeKind
 from swansong_tools.commands.view.once import print_status
 from swansongd.config.config import DeadlineConfig, SourcesConfig
-from swansongd.core.events import FlushFailed, SourceChanged, TrainerFailed
+from swansongd.core.events import FlushFailed, TrainerFailed, TrainerProgress
 from swansongd.core.pace import Figure
 from swansongd.observe.margin import margins
 from swansongd.observe.report import status_of
@@ -32,24 +32,16 @@ KINDS = (
 SLOW = Physics(size_bytes=1024 * MIB, files=2, save_s=2.0, link_bytes_per_s=40 * MIB)
 
 
-def with_kinds(story: Story) -> Story:
-    settings = replace(story.state.settings, notice_kinds=KINDS)
-    story.state = replace(story.state, settings=settings)
-    return story
-
-
 def lines(story: Story, capsys: pytest.CaptureFixture[str]) -> str:
     """The output of ``swansong status`` for this state, on one line."""
     print_status(story.status)
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_each_kind_of_notice_has_its_own_margin(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_each_kind_of_notice_has_its_own_margin(capsys: pytest.CaptureFixture[str]) -> None:
     """27 s of work: an AWS notice leaves time, a shutdown does not, and the report names the state left."""
     vm = PacedVm(SLOW, 1)
-    with_kinds(vm)
+    vm.configure(notice_kinds=KINDS)
     vm.periodic()
     shutdown, *long = margins(vm.state)
     assert shutdown.source == "logind"
@@ -63,15 +55,15 @@ def test_each_kind_of_notice_has_its_own_margin(
     assert f"short: training since step {vm.step} is lost" in shown
 
 
-def measured(*, commit_s: float | None = None) -> Story:
+def measured(*, commit_s: float | None = None, send_s: float = 10.0) -> Story:
     """A save of 2 s, then 10 s to send 100 MiB; the reserve is 5 s."""
-    story = with_kinds(Story(reserve_s=5.0))
+    story = Story(notice_kinds=KINDS, reserve_s=5.0)
     story.join(step=3, save_s=2.0, save_bytes=100 * MIB)
     commit = None if commit_s is None else Figure(commit_s, samples=8)
     known = replace(story.state.learned.pace, commit_s=commit)
     story.state = replace(
         story.state,
-        learned=replace(story.state.learned, bandwidth_bytes_per_s=10.0 * MIB, pace=known),
+        learned=replace(story.state.learned, bandwidth_bytes_per_s=100 * MIB / send_s, pace=known),
     )
     return story
 
@@ -112,19 +104,14 @@ def test_without_a_trainer_the_rest_of_the_sealed_set_and_the_commit_count() -> 
 
 def test_an_end_that_is_known_hours_ahead_counts_from_the_begin_of_its_evacuation() -> None:
     """It begins at least twice the checkpoint and the reserve before the end."""
-    story = measured()
-    story.state = replace(
-        story.state, learned=replace(story.state.learned, bandwidth_bytes_per_s=1.0 * MIB)
-    )
-    end = next(m for m in margins(story.state) if m.source == "deadline")
+    end = margins(measured(send_s=100.0).state)[-1]
+    assert end.source == "deadline"
     assert end.grace_s == 2 * (2.0 + 100.0) + 5.0
 
 
-def test_unknown_values_give_no_margin(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_unknown_values_give_no_margin(capsys: pytest.CaptureFixture[str]) -> None:
     """Before the first save and flush nothing is promised."""
-    story = with_kinds(Story())
+    story = Story(notice_kinds=KINDS)
     story.join(step=3)
     assert {margin.spare_s for margin in margins(story.state)} == {None}
     assert "unknown, save and bandwidth are not measured yet" in lines(story, capsys)
@@ -133,7 +120,7 @@ def test_unknown_values_give_no_margin(
 def test_a_sealed_set_that_fits_is_not_lost() -> None:
     """The new checkpoint does not fit; the uncommitted set, which is half sent, does."""
     vm = PacedVm(SLOW, 2)
-    with_kinds(vm)
+    vm.configure(notice_kinds=KINDS)
     vm.periodic()
     vm.step += 10
     vm._seal("", 2.0)
@@ -145,18 +132,15 @@ def test_a_sealed_set_that_fits_is_not_lost() -> None:
 def test_without_a_trainer_only_sealed_sets_count() -> None:
     """All is committed: nothing is needed."""
     vm = PacedVm(SLOW, 3)
-    with_kinds(vm)
+    vm.configure(notice_kinds=KINDS)
     vm.periodic()
     vm.leave()
     assert [m.spare_s for m in margins(vm.state)] == [19.0, 120.0, 120.0]
 
 
 def test_a_source_that_the_vm_does_not_have_has_no_margin() -> None:
-    story = with_kinds(Story())
-    missing = SourceStatus(
-        source="logind", health=Health.UNSUPPORTED, reason="no bus", since_mono_s=0.0
-    )
-    story.tell(SourceChanged(missing))
+    story = Story(notice_kinds=KINDS)
+    story.health("logind", Health.UNSUPPORTED)
     assert [margin.source for margin in margins(story.state)] == ["aws.spot", "deadline"]
 
 
@@ -166,32 +150,22 @@ def fitting(story: Story, *, free_bytes: int = 2**40) -> list[Margin]:
     return list(status_of(replace(story.snapshot(), staging=staging)).margins)
 
 
-def health(source: str, health: Health) -> SourceChanged:
-    return SourceChanged(
-        SourceStatus(source=source, health=health, reason="no answer", since_mono_s=0.0)
-    )
-
-
 def fails_to_send(story: Story) -> None:
     staged = story.seal(4)
-    assert story.state.flush.flight is not None
-    story.tell(FlushFailed(story.state.flush.flight.flush_id, "503", void=False))
+    story.tell(FlushFailed(story.flight.flush_id, "503", void=False))
     assert staged in story.staging
 
 
 def stalls(story: Story) -> None:
-    (trainer,) = story.state.ranks.trainers
-    ranks = replace(
-        story.state.ranks, trainers=(replace(trainer, step_s=0.1, reported_mono_s=0.0),)
-    )
-    story.state = replace(story.state, ranks=ranks)
+    story.tell(TrainerProgress(1, 4, step_s=0.1))
+    story.wait(600.0)
 
 
 @pytest.mark.parametrize(
     ("happens", "problem"),
     [
         (lambda story: story.leave(), "the position of rank 0 is unknown"),
-        (lambda story: story.tell(health(STORE_HEALTH, Health.BLIND)), "the store is blind"),
+        (lambda story: story.health(STORE_HEALTH, Health.BLIND), "the store is blind"),
         (fails_to_send, "uploads fail, 1 in a row"),
         (stalls, "rank 0 makes no progress"),
         (lambda story: story.tell(TrainerFailed(1, "", "disk full", 5)), "failed: disk full"),
@@ -204,8 +178,7 @@ def test_a_checkpoint_that_would_not_be_safe_does_not_fit(
 ) -> None:
     """Whatever time a notice leaves, no margin fits, and the status says why."""
     story = measured()
-    story.seal(3)
-    story.store_all(after_s=10.0)
+    story.commit(3, after_s=10.0)
     assert {m.fits for m in fitting(story)} == {True}
     story.grants = False
     happens(story)
@@ -226,7 +199,7 @@ def test_a_full_staging_holds_no_checkpoint() -> None:
 def test_a_blind_source_misses_its_own_notice() -> None:
     """The others are seen."""
     story = measured()
-    story.tell(health("aws.spot", Health.BLIND))
+    story.health("aws.spot", Health.BLIND)
     assert {m.source: m.fits for m in fitting(story)} == {
         "logind": True,
         "aws.spot": False,
@@ -237,52 +210,37 @@ def test_a_blind_source_misses_its_own_notice() -> None:
 def test_the_end_of_the_run_needs_no_trainer() -> None:
     """It is committed, so that a notice ends with SAFE."""
     story = measured()
-    story.seal(3, is_final=True)
-    story.store_all(after_s=10.0)
+    story.commit(3, after_s=10.0, is_final=True)
     story.leave(is_goodbye=True)
     assert {m.fits for m in fitting(story)} == {True}
 
 
 @given(st.floats(0, 1e4), st.floats(0, 1e4))
 def test_a_longer_grace_period_never_has_less_margin(one_s: float, other_s: float) -> None:
-    vm = Story()
     kinds = (NoticeKind(source="a", grace_s=one_s), NoticeKind(source="b", grace_s=other_s))
-    settings = replace(vm.state.settings, notice_kinds=kinds)
-    found = margins(replace(vm.state, settings=settings))
+    found = margins(Story(notice_kinds=kinds).state)
     spares = [margin.spare_s for margin in found if margin.spare_s is not None]
     assert spares == sorted(spares)
     assert len(spares) == 2
 
 
-SCHEDULED_ON_AWS = {("aws.scheduled", 120.0)}
-SCHEDULED_ON_GCP = {("gcp.maintenance", 120.0), ("gcp.upcoming", 120.0)}
+ON_AWS = {("aws.spot", 120.0), ("aws.scheduled", 120.0)}
+ON_GCP = {("gcp.maintenance", 120.0), ("gcp.upcoming", 120.0), ("gcp.stop", 25.0)}
+SHORT, LONG = ("gcp.preempted", 25.0), ("gcp.preempted", 115.0)
 
 
 @pytest.mark.parametrize(
     ("config", "graces"),
     [
-        (SourcesConfig(cloud="aws"), {("aws.spot", 120.0)} | SCHEDULED_ON_AWS),
-        (
-            SourcesConfig(cloud="aws", asg_grace_s=300.0),
-            {("aws.spot", 120.0), ("aws.asg", 300.0)} | SCHEDULED_ON_AWS,
-        ),
+        (SourcesConfig(cloud="aws"), ON_AWS),
+        (SourcesConfig(cloud="aws", asg_grace_s=300.0), ON_AWS | {("aws.asg", 300.0)}),
         (
             SourcesConfig(cloud="aws", asg_name="g", asg_hook="h"),
-            {("aws.spot", 120.0), ("aws.asg", 25.0)} | SCHEDULED_ON_AWS,
+            ON_AWS | {("aws.asg", 25.0)},
         ),
-        (
-            SourcesConfig(cloud="gcp"),
-            {("gcp.preempted", 25.0), ("gcp.preempted", 115.0), ("gcp.stop", 25.0)}
-            | SCHEDULED_ON_GCP,
-        ),
-        (
-            SourcesConfig(cloud="gcp", gcp_preemption_notice_s=120.0),
-            {("gcp.preempted", 115.0), ("gcp.stop", 25.0)} | SCHEDULED_ON_GCP,
-        ),
-        (
-            SourcesConfig(cloud="gcp", gcp_preemption_notice_s=0.0),
-            {("gcp.preempted", 25.0), ("gcp.stop", 25.0)} | SCHEDULED_ON_GCP,
-        ),
+        (SourcesConfig(cloud="gcp"), ON_GCP | {SHORT, LONG}),
+        (SourcesConfig(cloud="gcp", gcp_preemption_notice_s=120.0), ON_GCP | {LONG}),
+        (SourcesConfig(cloud="gcp", gcp_preemption_notice_s=0.0), ON_GCP | {SHORT}),
         (SourcesConfig(cloud="none", max_run_duration_s=3600.0), {("deadline", 120.0)}),
     ],
 )

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from swansong_bucket.model import DRILL, CommitRef, Health, NoticeKind, Severity, SourceStatus
+from swansong_bucket.model import DRILL, CommitRef, Health, NoticeKind, Severity
 from swansongd.core import machine
-from swansongd.core.events import Event, NoticeRaised, NoticeWithdrawn, SourceChanged, Tick
+from swansongd.core.events import NoticeRaised, NoticeWithdrawn, Tick, TrainerProgress
 from swansongd.core.state import State
 from swansongd.observe import notifications
 from swansongd.observe.accounting import MeasuredResume, Milestones, Training
@@ -25,6 +25,7 @@ from swansongd.observe.notifications import (
     fields,
     of_resume,
 )
+from swansongd.observe.observer import Observation
 from swansongd.observe.status import STORE_HEALTH
 
 from testkit.story import Story, a_notice
@@ -40,13 +41,12 @@ class Told(Story):
         self.found: list[Notification] = []
         super().__init__(**options)
 
-    def tell(self, event: Event) -> list[Any]:
-        before = self.state
-        actions = super().tell(event)
+    def observe(self, observation: Observation) -> None:
+        super().observe(observation)
+        before, after, _, actions, now_mono_s = observation
         self.found += caused(
-            before, self.state, actions, step=STEP, now_mono_s=self.now, wall_s=WALL_S
+            before, after, actions, step=STEP, now_mono_s=now_mono_s, wall_s=WALL_S
         )
-        return actions
 
     def shown(self) -> list[str]:
         return [f"{n.kind} {'over ' if n.is_over else ''}{n.verdict}".strip() for n in self.found]
@@ -56,9 +56,7 @@ def evacuated() -> Told:
     story = Told()
     story.join(step=40)
     story.notice(60)
-    story.accept(40)
-    story.answer(41)
-    story.store_all()
+    story.serve(40)
     return story
 
 
@@ -78,8 +76,7 @@ def test_a_repeated_notice_and_a_further_commit_of_the_same_verdict_have_the_sam
     story = evacuated()
     story.tell(NoticeRaised(a_notice(deadline_mono_s=story.now + 50)))
     assert len(story.found) == 2
-    story.seal(45)
-    story.store_all()
+    story.commit(45)
     assert len({n.key for n in story.found}) == 2
 
 
@@ -91,9 +88,7 @@ def test_a_restarted_daemon_finds_the_same_keys() -> None:
     second.now = first.now + 1
     second.join(step=42)
     second.tell(NoticeRaised(stored))
-    second.accept(42)
-    second.answer(43)
-    second.store_all()
+    second.serve(42)
     assert [n.key for n in second.found] == [n.key for n in first.found]
 
 
@@ -129,9 +124,7 @@ def test_each_problem_that_was_told_is_over_at_its_end(
         story.notice(90, "gcp.maintenance", severity=then)
     is_urgent = max(severity, then or severity) > Severity.ADVISORY
     if end == "verdict" and is_urgent:
-        story.accept(40)
-        story.answer(41)
-        story.store_all()
+        story.serve(40)
         story.scan()
         story.wait(0.1)
         assert story.found[-1].verdict == "SAFE"
@@ -233,9 +226,11 @@ def test_an_event_costs_microseconds() -> None:
 # ---------------------------------------------------------------- conditions
 
 
-def blind(state: State, source: str, health: Health) -> State:
-    status = SourceStatus(source=source, health=health, reason="no answer", since_mono_s=0.0)
-    return machine.step(state, SourceChanged(status), 1000.0)[0]
+def seeing(health: Health) -> State:
+    """A state in which the source ``aws.spot`` has this health."""
+    story = Story()
+    story.health("aws.spot", health)
+    return story.state
 
 
 def look(watch: Watch, state: State, *at_s: float) -> list[Notification]:
@@ -246,14 +241,14 @@ def look(watch: Watch, state: State, *at_s: float) -> list[Notification]:
 
 def test_a_blind_source_is_told_after_it_lasts_and_when_it_is_over() -> None:
     watch = Watch(settle_s=15.0)
-    state = blind(Story().state, "aws.spot", Health.BLIND)
+    state = seeing(Health.BLIND)
     assert look(watch, state, 0.0, 14.0) == []
     (begun,) = look(watch, state, 15.0, 16.0, 500.0)
     assert (begun.kind, begun.source, begun.is_over) == (NotificationKind.BLIND, "aws.spot", False)
     assert "a notice would be missed" in begun.summary
-    half = blind(state, "aws.spot", Health.DEGRADED)
+    half = seeing(Health.DEGRADED)
     assert look(watch, half, 500.0, 600.0) == []
-    recovered = blind(state, "aws.spot", Health.OK)
+    recovered = seeing(Health.OK)
     (over,) = look(watch, recovered, 601.0, 616.0, 700.0)
     assert over.is_over
     assert over.group == begun.group
@@ -261,16 +256,16 @@ def test_a_blind_source_is_told_after_it_lasts_and_when_it_is_over() -> None:
 
 def test_a_problem_that_flickers_is_not_told() -> None:
     watch = Watch(settle_s=15.0)
-    bad = blind(Story().state, "aws.spot", Health.BLIND)
-    good = blind(bad, "aws.spot", Health.OK)
+    bad = seeing(Health.BLIND)
+    good = seeing(Health.OK)
     for at_s in range(0, 200, 10):
         assert look(watch, bad, at_s) + look(watch, good, at_s + 5) == []
 
 
 def test_the_time_in_which_a_condition_is_unknown_does_not_count() -> None:
     watch = Watch(settle_s=15.0)
-    bad = blind(Story().state, "aws.spot", Health.BLIND)
-    half = blind(bad, "aws.spot", Health.DEGRADED)
+    bad = seeing(Health.BLIND)
+    half = seeing(Health.DEGRADED)
     assert look(watch, bad, 0.0) + look(watch, half, 1.0, 100.0) + look(watch, bad, 101.0) == []
     assert len(look(watch, bad, 116.0)) == 1
 
@@ -279,18 +274,14 @@ def test_a_problem_that_outlasts_a_restart_is_neither_repeated_nor_forgotten() -
     """The new daemon does not know the health of the source at first: nothing follows from that."""
     watch = Watch(settle_s=15.0, begun={"blind/aws.spot"})
     assert look(watch, Story().state, 0.0, 20.0) == []
-    bad = blind(Story().state, "aws.spot", Health.BLIND)
+    bad = seeing(Health.BLIND)
     assert look(watch, bad, 21.0, 60.0) == []
-    good = blind(bad, "aws.spot", Health.OK)
+    good = seeing(Health.OK)
     assert [n.is_over for n in look(watch, good, 61.0, 80.0)] == [True]
 
 
 def test_a_negative_margin_is_told_and_not_during_an_evacuation() -> None:
-    story = Story()
-    settings = replace(
-        story.state.settings, notice_kinds=(NoticeKind(source="gcp.preempted", grace_s=25.0),)
-    )
-    story.state = replace(story.state, settings=settings)
+    story = Story(notice_kinds=(NoticeKind(source="gcp.preempted", grace_s=25.0),))
     story.join(step=40, save_s=100.0, save_bytes=10**9)
     story.state = replace(
         story.state, learned=replace(story.state.learned, bandwidth_bytes_per_s=1e8)
@@ -314,11 +305,8 @@ def test_metrics_that_are_not_served_are_told_once_over_a_restart() -> None:
     watch = Watch(settle_s=15.0)
     assert seen(watch, failure, 0.0, 14.0) == []
     (begun,) = seen(watch, failure, 15.0, 100.0)
-    assert (begun.kind, begun.importance, begun.reason) == (
-        NotificationKind.METRICS,
-        "error",
-        failure,
-    )
+    assert (begun.kind, begun.importance) == (NotificationKind.METRICS, "error")
+    assert begun.reason == failure
     restarted = Watch(settle_s=15.0, begun=set(watch.begun))
     assert seen(restarted, "", 100.0) + seen(restarted, failure, 101.0, 200.0) == []
     (over,) = seen(restarted, "", 201.0, 216.0, 300.0)
@@ -328,8 +316,7 @@ def test_metrics_that_are_not_served_are_told_once_over_a_restart() -> None:
 def test_a_stall_is_told_with_its_ranks() -> None:
     story = Story()
     story.join(step=40)
-    view = replace(story.state.ranks.trainers[0], step_s=0.1, reported_mono_s=story.now)
-    story.state = replace(story.state, ranks=replace(story.state.ranks, trainers=(view,)))
+    story.tell(TrainerProgress(1, STEP, step_s=0.1))
     story.wait(600)
     (begun,) = look(Watch(settle_s=15.0), story.state, story.now, story.now + 15.0)
     assert (begun.kind, begun.importance) == (NotificationKind.STALL, "error")
@@ -360,7 +347,7 @@ def silent(
 
 def well() -> Story:
     story = Story()
-    story.state = blind(story.state, STORE_HEALTH, Health.OK)
+    story.health(STORE_HEALTH, Health.OK)
     return story
 
 
@@ -378,7 +365,9 @@ def test_without_a_trainer_a_reachable_store_suffices() -> None:
     ],
 )
 def test_a_bad_health_silences_the_heartbeat(source: str, health: Health, reason: str) -> None:
-    assert silent(blind(well().state, source, health)) == reason
+    story = well()
+    story.health(source, health)
+    assert silent(story.state) == reason
 
 
 def test_a_decision_loop_that_hangs_silences_the_heartbeat() -> None:
@@ -396,26 +385,19 @@ class Trained(Story):
 
     def __init__(self) -> None:
         self.stretch: Stretch | None = None
-        super().__init__()
-        self.state = blind(self.state, STORE_HEALTH, Health.OK)
-        settings = replace(self.state.settings, checkpoint_interval_s=200.0)
-        self.state = replace(self.state, settings=settings)
+        super().__init__(checkpoint_interval_s=200.0)
+        self.health(STORE_HEALTH, Health.OK)
 
-    def tell(self, event: Event) -> list[Any]:
-        actions = super().tell(event)
+    def observe(self, observation: Observation) -> None:
+        super().observe(observation)
         self.stretch = continued(self.stretch, self.state, self.now)
-        return actions
 
     def train(self, *, takes_periodic: bool = True) -> None:
         """A trainer connects."""
-        self.join(step=40)
-        view = replace(self.state.ranks.trainers[0], takes_periodic=takes_periodic)
-        self.state = replace(self.state, ranks=replace(self.state.ranks, trainers=(view,)))
-        self.tell(Tick())
+        self.join(step=40, takes_periodic=takes_periodic)
 
     def crash(self, *, after_s: float) -> None:
-        self.now += after_s
-        self.tell(Tick())
+        self.wait(after_s)
         self.leave()
 
     def commit(self) -> None:
@@ -426,8 +408,7 @@ class Trained(Story):
         self.tell(Tick())
 
     def silent(self, *, after_s: float = 0.0) -> str:
-        self.now += after_s
-        self.tell(Tick())
+        self.wait(after_s)
         return silent(self.state, self.stretch, now=self.now)
 
 

@@ -13,9 +13,8 @@ from swansong import bounds, protocol
 from swansong_bucket.errors import CorruptError
 from swansong_bucket.format import farewell as farewells
 from swansong_bucket.format.keys import RunKeys
-from swansongd.core.events import Action
 from swansongd.observe.decision_log import DecisionLog
-from swansongd.observe.facts import Observed, StepsCompared, StepsDigested
+from swansongd.observe.facts import StepsCompared, StepsDigested
 from swansongd.observe.notifications import of_comparison
 from swansongd.observe.observer import Observation
 from swansongd.observe.redone import RedoneWatch
@@ -38,12 +37,9 @@ class Watched(Story):
         self.watch = RedoneWatch(DecisionLog())
         super().__init__()
 
-    def tell(self, event: Observed) -> list[Action]:
-        before = self.state
-        is_fact = isinstance(event, StepsDigested | StepsCompared)
-        actions = [] if is_fact else super().tell(event)
-        self.watch.observe(Observation(before, self.state, event, actions, self.now))
-        return actions
+    def observe(self, observation: Observation) -> None:
+        super().observe(observation)
+        self.watch.observe(observation)
 
 
 def texts(first: int, last: int) -> tuple[str, ...]:

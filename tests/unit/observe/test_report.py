@@ -7,12 +7,8 @@ import json
 from typing import Any
 
 import pytest
-from swansong_bucket.model import CommitRef, Health, Severity, SourceStatus
-from swansongd.core.events import (
-    FlushProgress,
-    SourceChanged,
-    TrainerFailed,
-)
+from swansong_bucket.model import CommitRef, Health, Severity
+from swansongd.core.events import FlushProgress, TrainerFailed
 from swansongd.observe.facts import NewestDated
 from swansongd.observe.report import status_line
 from swansongd.observe.status import STORE_HEALTH, from_json, to_json
@@ -79,16 +75,13 @@ def test_the_lag_is_the_work_that_a_power_cut_would_lose() -> None:
     """Steps after the commit, seconds since the commit, and bytes that are not stored yet."""
     story = Story()
     story.join(step=10)
-    story.seal(10)
-    story.store_all(after_s=1)
+    story.commit(10, after_s=1)
     assert shown(story)["replication_lag"] == {"steps": 0, "seconds": 0.0, "bytes": 0}
     story.progress(17)
     story.now += 30
     assert shown(story)["replication_lag"] == {"steps": 7, "seconds": 30.0, "bytes": 0}
     story.seal(20)
-    flight = story.state.flush.flight
-    assert flight is not None
-    story.tell(FlushProgress(flight.flush_id, 60 * MIB))
+    story.tell(FlushProgress(story.flight.flush_id, 60 * MIB))
     assert shown(story)["replication_lag"] == {"steps": 10, "seconds": 30.0, "bytes": 40 * MIB}
 
 
@@ -111,18 +104,13 @@ def test_the_age_belongs_to_the_reported_commit() -> None:
     """A restored bucket makes an older commit the newest; it does not get the age of the one that is gone."""
     story = Story()
     story.join(step=10)
-    story.seal(10)
-    story.store_all(after_s=1)
+    story.commit(10, after_s=1)
     assert shown(story)["last_commit"]["age_s"] == 0.0
     story.grants = False
     story.join(pid=200, start_id="b")
     story.grant("b", CommitRef(2, 5))
-    assert shown(story)["last_commit"] == {
-        "generation": 2,
-        "step": 5,
-        "is_final": False,
-        "age_s": None,
-    }
+    newest = {"generation": 2, "step": 5, "is_final": False, "age_s": None}
+    assert shown(story)["last_commit"] == newest
 
 
 def test_failed_saves_are_shown() -> None:
@@ -146,9 +134,7 @@ def test_a_follow_up_shows_beside_safe() -> None:
     assert shown(story)["evacuation"]["follow_ups"] == {
         "count": 0, "under_way": False, "next_in_s": None,
     }  # fmt: skip
-    story.accept(40)
-    story.answer(41)
-    story.store_all(after_s=1.0)
+    story.serve(40, after_s=1.0)
     story.progress(60)
     wait_s = shown(story)["evacuation"]["follow_ups"]["next_in_s"]
     assert 1 < wait_s < 120
@@ -156,9 +142,7 @@ def test_a_follow_up_shows_beside_safe() -> None:
     assert shown(story)["state"] == "SAFE"
     assert shown(story)["evacuation"]["follow_ups"]["under_way"]
     assert "a follow-up checkpoint is under way" in status_line(story.state, story.now)
-    story.accept(60)
-    story.answer(61)
-    story.store_all()
+    story.serve(60)
     assert not shown(story)["evacuation"]["follow_ups"]["under_way"]
 
 
@@ -166,8 +150,7 @@ def test_a_follow_up_shows_beside_safe() -> None:
 def test_the_store_has_its_own_health_field(health: Health) -> None:
     story = Story()
     for name in (STORE_HEALTH, "aws.spot"):
-        status = SourceStatus(source=name, health=health, reason="why", since_mono_s=story.now)
-        story.tell(SourceChanged(status))
+        story.health(name, health, "why")
     story.now += 3
     report = shown(story)
     expected = {"health": health.value, "reason": "why", "for_s": 3.0}

@@ -6,10 +6,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swansongd.core.events import Action, Log, Mark, TrainerProgress
+from swansongd.core.events import Log, Mark, TrainerProgress
 from swansongd.core.ranks import usual_step_s
 from swansongd.observe.decision_log import DecisionLog
-from swansongd.observe.facts import Observed
 from swansongd.observe.observer import Observation
 from swansongd.observe.report import status_line
 from swansongd.observe.stall import StallWatch
@@ -43,11 +42,9 @@ class Watched(Story):
         self.watch = StallWatch(self.log)
         super().__init__()
 
-    def tell(self, event: Observed) -> list[Action]:
-        before = self.state
-        actions = super().tell(event)
-        self.watch.observe(Observation(before, self.state, event, actions, self.now))
-        return actions
+    def observe(self, observation: Observation) -> None:
+        super().observe(observation)
+        self.watch.observe(observation)
 
 
 def stalls(story: Watched) -> list[dict[str, object]]:

@@ -26,6 +26,7 @@ from swansongd.core.events import (
     Exit,
     Mark,
     NoticeRaised,
+    Prune,
     Rescan,
     Scanned,
     StopRequested,
@@ -34,6 +35,7 @@ from swansongd.core.events import (
     TrainerProgress,
 )
 from swansongd.core.state import Settings, State
+from swansongd.observe import decision_log
 from swansongd.observe.accounting import MeasuredResume
 from swansongd.service import decisions
 from swansongd.service.decisions import UNDECIDED_MAX, Decisions
@@ -43,6 +45,9 @@ from swansongd.staging import scan
 from testkit.story import a_notice, a_set
 from testkit.waiting import until
 
+JOINED = TrainerJoined(
+    TrainerView(connection=1, pid=7, rank=0, world_size=1, local_world_size=1, step=3)
+)
 Faulty = Callable[[Callable[[State, Event], bool]], None]
 
 
@@ -69,11 +74,7 @@ class Loop:
         self.log = CapturingLogger()
         state = State(settings=Settings(reserve_s=5.0, signals_trainer=False))
         self.decisions = Decisions(state, self.log)
-        self.tell(
-            TrainerJoined(
-                TrainerView(connection=1, pid=7, rank=0, world_size=1, local_world_size=1, step=3)
-            )
-        )
+        self.tell(JOINED)
 
     def tell(self, event: Event, now: float = 1000.0) -> tuple[Action, ...]:
         return self.decisions.decide(event, now)
@@ -297,12 +298,8 @@ def test_a_resume_is_recorded_in_the_store_and_notified(
     )
     monkeypatch.setattr(service, "_notifications", Receiver())
     service._decisions.state = with_generation(service._state)
-    for event in (
-        TrainerProgress(1, 40, start_id="a"),
-        TrainerProgress(1, 41),
-        TrainerProgress(1, 42),
-    ):
-        service._step(event, 1.0)
+    for step in (40, 41, 42):
+        service._step(TrainerProgress(1, step, start_id="a" if step == 40 else ""), 1.0)
     assert recorded == notified == [41]
 
 
@@ -313,20 +310,16 @@ def test_the_decision_loop_starts_no_thread(service: Service, tmp_path: Path) ->
     service._sigterm_judge.start()
     before = set(threading.enumerate())
     for number in range(500):
-        service._carry_out(machine_prune(f"step-{number:012d}.gone"), 0.0)
+        service._carry_out(Prune((f"step-{number:012d}.gone",)), 0.0)
         service._on_signal(15)
         service._on_signal(2)
     assert set(threading.enumerate()) <= before  # threads of other tests may end
     until(lambda: service._inbox.get(0.0) == StopRequested("interrupted"))
 
 
-def machine_prune(directory: str) -> Action:
-    from swansongd.core.events import Prune
-
-    return Prune((directory,))
-
-
-def test_lines_that_trainers_cause_are_limited(service: Service) -> None:
+def test_lines_that_trainers_cause_are_limited(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A loss that turns finite and not finite with each message: a bounded number of lines and marks."""
     written: list[str] = []
 
@@ -337,16 +330,12 @@ def test_lines_that_trainers_cause_are_limited(service: Service) -> None:
         def __getattr__(self, _: str) -> Any:
             return lambda event, **__: written.append(event)
 
-    from swansongd.observe import decision_log as module
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_log", Log())
-        view = TrainerView(connection=1, pid=7, rank=0, world_size=1, local_world_size=1, step=3)
-        service._step(TrainerJoined(view), 1.0)
-        for number in range(2000):
-            is_finite = number % 2 == 0
-            service._step(TrainerProgress(1, number, loss_is_finite=is_finite), 1.0)
-    assert written.count("loss_not_finite") == module._LINES_AT_ONCE
+    monkeypatch.setattr(decision_log, "_log", Log())
+    service._step(JOINED, 1.0)
+    for number in range(2000):
+        is_finite = number % 2 == 0
+        service._step(TrainerProgress(1, number, loss_is_finite=is_finite), 1.0)
+    assert written.count("loss_not_finite") == decision_log._LINES_AT_ONCE
 
 
 @pytest.mark.fault("S12")

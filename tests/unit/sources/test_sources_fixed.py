@@ -29,7 +29,7 @@ class World:
     boot_s: float = 0.0
     events: list[Event] = field(default_factory=list)
 
-    def watch(self, instant: datetime | None = END, run_s: float | None = None) -> None:
+    def watch(self, instant: datetime | None, run_s: float | None) -> None:
         (source,) = open_sources(
             SourcesConfig(cloud="none", end_at=instant, max_run_duration_s=run_s, end_lead_s=120.0),
             DeadlineConfig(),
@@ -80,14 +80,16 @@ def only_notice(events: list[Event]) -> Notice:
     return event.notice
 
 
-def before_end(seconds: float) -> World:
-    return World(wall_s=END.timestamp() - seconds)
+def before_end(seconds: float, *, run_s: float | None = None) -> World:
+    """A VM that watches its end, at this time before it."""
+    world = World(wall_s=END.timestamp() - seconds)
+    world.watch(END, run_s)
+    return world
 
 
 def test_a_far_end_is_scheduled_and_a_near_one_imminent() -> None:
     """One identity and one deadline: posted as scheduled, and again when the lead time begins."""
     world = before_end(3600)
-    world.watch()
     far = only_notice(world.poll())
     assert (far.source, far.kind) == ("deadline", "capacity-end")
     assert (far.severity, far.deadline_quality) == (Severity.SCHEDULED, DeadlineQuality.STATED)
@@ -108,14 +110,12 @@ def test_a_far_end_is_scheduled_and_a_near_one_imminent() -> None:
 def test_a_start_within_the_lead_time_is_imminent() -> None:
     """A daemon that restarts late posts the imminent notice in its first poll."""
     world = before_end(60)
-    world.watch()
     assert only_notice(world.poll()).severity is Severity.IMMINENT
 
 
 def test_an_end_in_the_past_is_a_warning_and_not_a_notice() -> None:
     """A setting of an earlier VM causes no evacuation, in any poll."""
     world = before_end(-1)
-    world.watch()
     for _ in range(3):
         assert world.poll() == []
         world.pass_s(5)
@@ -126,7 +126,6 @@ def test_an_end_in_the_past_is_a_warning_and_not_a_notice() -> None:
 def test_an_end_that_is_in_the_future_after_the_clock_was_set_counts() -> None:
     """At the start the clock was ahead, so the end seemed to be in the past."""
     world = before_end(-1000)
-    world.watch()
     assert world.poll() == []
     world.wall_s -= 2000
     assert only_notice(world.poll()).deadline_mono_s == pytest.approx(2000)
@@ -136,7 +135,6 @@ def test_an_end_that_is_in_the_future_after_the_clock_was_set_counts() -> None:
 def test_a_clock_set_forward_moves_the_deadline_earlier() -> None:
     """The same notice is posted again."""
     world = before_end(3600)
-    world.watch()
     first = only_notice(world.poll())
     world.wall_s += 600
     moved = only_notice(world.poll())
@@ -147,7 +145,6 @@ def test_a_clock_set_forward_moves_the_deadline_earlier() -> None:
 def test_a_clock_set_back_withdraws_and_raises_again() -> None:
     """A deadline never moves later, so the wrong notice is withdrawn and a new one raised."""
     world = before_end(60)
-    world.watch()
     assert only_notice(world.poll()).severity is Severity.IMMINENT
     world.wall_s -= 3600
     withdrawn, raised = world.poll()
@@ -160,7 +157,6 @@ def test_a_clock_set_back_withdraws_and_raises_again() -> None:
 def test_a_slewed_clock_posts_nothing() -> None:
     """A change of less than a second is not a jump."""
     world = before_end(3600)
-    world.watch()
     world.poll()
     for step_s in (0.4, -0.9, 0.4):
         world.wall_s += step_s
@@ -170,7 +166,6 @@ def test_a_slewed_clock_posts_nothing() -> None:
 def test_a_vm_that_was_suspended_past_the_end_evacuates() -> None:
     """The monotonic clock stood still during the suspension: the deadline is now."""
     world = before_end(3600)
-    world.watch()
     world.poll()
     world.wall_s += 3700
     notice = only_notice(world.poll())
@@ -194,8 +189,7 @@ def test_a_run_time_counts_from_the_boot_with_any_wall_clock() -> None:
 @pytest.mark.parametrize(("run_s", "identity"), [(600.0, "boot"), (7200.0, "2026")])
 def test_the_earlier_of_two_ends_counts(run_s: float, identity: str) -> None:
     """One source has one notice."""
-    world = before_end(3600)
-    world.watch(END, run_s)
+    world = before_end(3600, run_s=run_s)
     notice = only_notice(world.poll())
     assert notice.identity.startswith(f"deadline:{identity}")
     assert notice.deadline_mono_s == pytest.approx(1000 + min(run_s, 3600))
@@ -207,7 +201,6 @@ def test_without_an_end_there_is_no_source() -> None:
 
 def test_the_source_stops_within_a_second() -> None:
     world = before_end(3600)
-    world.watch()
     assert isinstance(world.source, DeadlineSource)
     stop = threading.Event()
     thread = threading.Thread(target=world.source.run, args=(world.events.append, stop))
