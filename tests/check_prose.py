@@ -26,6 +26,7 @@ CALQUES = {
     r"in mid-\w+": "'during the ...'",
     r"(?:keep|keeps|kept|keeping) waiting": "'hold'",
     r"(?:some|no|any)body|whoever|(?:for|to) who": "the name of the person or part",
+    r"(?:the|its|each|whose|their) begin": "'start'",
     r"oftener|for ever|to and fro": "'more often', 'forever' or 'back and forth'",
 }
 SENSES = {r"in vain|unheard|heard|hears|without a word|believe[sd]?": "what was observed"}

@@ -143,7 +143,7 @@ class Run:
         self.validation = DataLoader(DATA, 5)
         self.trace: list[Any] = []
         self.polls: list[int] = []
-        """Length of the trace at each poll, or at the begin of the validation that polls."""
+        """Length of the trace at each poll, or at the start of the validation that polls."""
         self.stop_at = stop_at
         self.saved: Any = None
 

@@ -316,7 +316,7 @@ def test_a_change_after_the_report_of_a_step_causes_one_warning(
 def test_the_right_order_causes_no_warning(
     attach: Attach, caplog: pytest.LogCaptureFixture, order: str
 ) -> None:
-    """A resume repeats the begin of the loop body, so changes there are right too."""
+    """A resume repeats the start of the loop body, so changes there are right too."""
     loop = Loop(attach)
     loop.run(STEPS_MAX + 2, order)
     assert not warnings_of(caplog)

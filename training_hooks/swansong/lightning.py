@@ -63,7 +63,7 @@ class SwansongCallback(pl.Callback):  # type: ignore[misc]
         self._step_s = 0.0
         """Duration of the last step, with all its batches."""
 
-    # ------------------------------------------------------------ the begin
+    # ------------------------------------------------------------ the start
 
     def setup(self, trainer: pl.Trainer, _module: pl.LightningModule, stage: str) -> None:
         """Restore before the other callbacks' ``on_fit_start``, as Lightning restores its checkpoints."""

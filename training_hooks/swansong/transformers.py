@@ -165,7 +165,7 @@ class SwansongCallback(TrainerCallback):  # type: ignore[misc]
             sampler.generator = torch.Generator().manual_seed(args.seed + epoch)
         self._is_epoch_over = False
         self._drop_generators()
-        self._last_drawn = None  # a sampler may draw at the begin of an epoch
+        self._last_drawn = None  # a sampler may draw at the start of an epoch
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         if self._last_drawn is not None and self._last_drawn != _generator_states():

@@ -320,7 +320,7 @@ def _evacuation(read: _Bucket, each: Interruption) -> RecordedEvacuation | None:
 
 
 def _grace_s(read: _Bucket, evacuation: RecordedEvacuation) -> float:
-    """Time from the begin of the evacuation to its deadline."""
+    """Time from the start of the evacuation to its deadline."""
     if evacuation.deadline_s is not None:
         return evacuation.deadline_s
     usual = (kind.grace_s for kind in _possible(read) if kind.source == evacuation.source)

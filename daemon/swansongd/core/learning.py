@@ -23,7 +23,7 @@ from swansongd.core.transition import Transition
 THROTTLED = 0.8
 """A background flush at this fraction of its limit, or more, measures the limit and not the store."""
 SENT_SHARE_MIN = 0.5
-"""A flush that sent a smaller share of the unreferenced bytes shows mostly its begin and its end."""
+"""A flush that sent a smaller share of the unreferenced bytes shows mostly its start and its end."""
 
 
 def record_read(transition: Transition, event: PaceRead) -> None:

@@ -184,7 +184,7 @@ def forecast(measured: Measurements) -> Forecast:
 
 
 def _wait(measured: Measurements) -> tuple[float, float]:
-    """Time from the request to the begin of the save: the rest of the step, and the messages."""
+    """Time from the request to the start of the save: the rest of the step, and the messages."""
     if measured.step_s is None:
         return 0.0, 0.0
     step_s = min(measured.step_s, bounds.SECONDS_MAX)

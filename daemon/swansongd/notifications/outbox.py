@@ -35,7 +35,7 @@ class OutboxEntry:
 class Outbox:
     """Notifications from any thread for one worker.  Urgent ones come first, then in their order.
 
-    Those of one group are always sent in their order, also after a retry: a problem whose begin arrives after
+    Those of one group are always sent in their order, also after a retry: a problem whose start arrives after
     its end would stay open.  A new one ends the pause of the earlier ones of its group.
 
     A full outbox drops the oldest entry that is not urgent, else the oldest one.

@@ -2,7 +2,7 @@
 """Problems that last: a stalled trainer, a blind source, a negative margin, unserved metrics.  Pure.
 
 They are found in a state, and not in a transition, so a restart of the daemon neither repeats nor loses their
-begin and their end.
+start and their end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Condition:
     def notification(
         self, group: str, since_wall_s: float, *, step: int, generation: int | None
     ) -> Notification:
-        """The notification of its begin, or of its end."""
+        """The notification of its start, or of its end."""
         return Notification(
             key=f"{group}/{'begun' if self.holds else 'over'}/{since_wall_s:.3f}",
             group=group,
@@ -138,7 +138,7 @@ def _margins(state: State) -> dict[str, Condition]:
 
 @dataclass
 class Watch:
-    """Turns conditions into notifications: one for each begin and end that lasts for ``settle_s``.
+    """Turns conditions into notifications: one for each start and end that lasts for ``settle_s``.
 
     Args:
         begun: groups that were begun, and not over, when the last daemon of this boot ended.

@@ -64,7 +64,7 @@ class Notification:
     key: str
     """Identifies the event on this VM and boot: sent once."""
     group: str
-    """The same for the begin and the end of one problem."""
+    """The same for the start and the end of one problem."""
     ends: str = ""
     """With the end of a notice: beginning of the keys that count as new from now on."""
     kind: NotificationKind

@@ -203,7 +203,7 @@ def test_sizes(value: object, size_bytes: int) -> None:
 
 @pytest.mark.parametrize(("value", "notice_s"), [("learn", None), (0, 0.0), (120, 120.0)])
 def test_compute_engine_has_two_preemption_notices(value: object, notice_s: float | None) -> None:
-    """``learn`` is neither."""
+    """Compute Engine has two lengths; ``learn`` is neither of them."""
     sources = parsed(sources__gcp_preemption_notice_s=value).sources
     assert sources.gcp_preemption_notice_s == notice_s
 

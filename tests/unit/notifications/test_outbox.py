@@ -67,7 +67,7 @@ def test_a_retry_waits_while_other_notifications_are_sent() -> None:
 
 
 def test_a_retry_keeps_the_order_of_its_group() -> None:
-    """A problem whose begin arrives after its end would stay open.  A new message ends a pause."""
+    """A problem whose start arrives after its end would stay open.  A new message ends a pause."""
     clock = Clock(0.0)
     outbox = Outbox(monotonic=clock)
     outbox.put(made("begin", group="g"))

@@ -203,7 +203,7 @@ def test_the_end_of_an_unwanted_kind_still_ends_the_problem() -> None:
 
 
 def test_the_end_of_an_unwanted_condition_is_not_told_after_a_restart(own_fd: int) -> None:
-    """Its begin was not told either."""
+    """Its start was not told either."""
     SentNotifications(own_fd, boot_id="boot").set_begun(
         frozenset({"stall", "blind/store", NOTICES})
     )

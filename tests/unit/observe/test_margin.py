@@ -102,7 +102,7 @@ def test_without_a_trainer_the_rest_of_the_sealed_set_and_the_commit_count() -> 
     assert [m.spare_s for m in margins(story.state)][-1] == 120.0 - 7.0
 
 
-def test_an_end_that_is_known_hours_ahead_counts_from_the_begin_of_its_evacuation() -> None:
+def test_an_end_that_is_known_hours_ahead_counts_from_the_start_of_its_evacuation() -> None:
     """It begins at least twice the checkpoint and the reserve before the end."""
     end = margins(measured(send_s=100.0).state)[-1]
     assert end.source == "deadline"

@@ -2,7 +2,7 @@
 """The state of a ``Trainer`` between two batches: that of Lightning's own checkpoints, and more.
 
 A checkpoint belongs to the moment after a batch and before the validation that may follow it.  A resumed run
-continues at this moment: it repeats the validation from its begin, and the work at the end of the epoch.
+continues at this moment: it repeats the validation from its start, and the work at the end of the epoch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LightningState(TrainingState):
 
     @contextlib.contextmanager
     def between_batches(self, *, is_before_validation: bool) -> Iterator[None]:
-        """A checkpoint that is taken in this block belongs to the moment of its begin."""
+        """A checkpoint that is taken in this block belongs to the moment of its start."""
         self._extras.is_between_batches = True
         if is_before_validation:
             weights = _checksums(self._trainer.lightning_module)
@@ -113,7 +113,7 @@ class LightningState(TrainingState):
     # ------------------------------------------------------------ loading
 
     def load(self, directory: Path) -> None:
-        """Load all but the parts that :meth:`resume` sets at the begin of the training."""
+        """Load all but the parts that :meth:`resume` sets at the start of the training."""
         super().load(directory)
         self._generators = take_generators()
 
@@ -307,7 +307,7 @@ class _Extras:
             config.scheduler.load_state_dict(state)
 
     def resume(self) -> None:
-        """Set the parts of the state that the begin of the training changes."""
+        """Set the parts of the state that the start of the training changes."""
         state, trainer = self.restored, self._trainer
         assert state is not None
         self.restored = None
@@ -347,7 +347,7 @@ def _swa(trainer: pl.Trainer) -> list[Any]:
 
 
 def _start_averaging_again(trainer: pl.Trainer, swa: Any) -> None:
-    """Create the scheduler, which the callback itself creates only at the begin of an epoch."""
+    """Create the scheduler, which the callback itself creates only at the start of an epoch."""
     if swa._scheduler_state is None or swa._initialized:  # noqa: SLF001
         return
     groups = trainer.optimizers[0].param_groups

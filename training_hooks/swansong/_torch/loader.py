@@ -198,7 +198,7 @@ class ResumableLoader:
         return self._run(iteration)
 
     def end_epoch(self) -> None:
-        """End the epoch now: a later checkpoint resumes at the begin of the next epoch.
+        """End the epoch now: a later checkpoint resumes at the start of the next epoch.
 
         Call it when the work at the end of the epoch is complete, if a resume must not repeat that work.
         """

@@ -27,7 +27,7 @@ class OrderWatch:
 
     An object that changes there is missing in the checkpoint of that step, and a resume skips the change.
     Two intervals in a row must show it: a scheduler may step once at the end of an epoch.  An object that
-    also changes before the first optimizer step belongs to the begin of the loop body.  A resume repeats it.
+    also changes before the first optimizer step belongs to the start of the loop body.  A resume repeats it.
 
     The watch sees optimizers, the parameters of modules, schedulers, gradient scalers, and averages that
     count their updates.  It does not see an object that changes only at some steps.
