@@ -120,7 +120,8 @@ class Machine:
             "is_host": int(endpoint == self.address),
             "last_call_timeout": 3,
             "keep_alive_interval": 1,
-            "keep_alive_max_attempt": 3,
+            # An agent that is silent for longer on a loaded machine leaves the job, and never returns to it.
+            "keep_alive_max_attempt": 8,
         }
         warm = python_of(os.environ["SWANSONG_TEST_WARM"], "torch")
         rendezvous = ",".join(f"{name}={value}" for name, value in settings.items())

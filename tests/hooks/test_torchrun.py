@@ -194,7 +194,7 @@ class Agent:
             "is_host": int(is_host),
             "last_call_timeout": 2,
             "keep_alive_interval": 1,
-            "keep_alive_max_attempt": 3,
+            "keep_alive_max_attempt": 8,
         }
         rendezvous = ",".join(f"{name}={value}" for name, value in settings.items())
         self.popen = subprocess.Popen(
