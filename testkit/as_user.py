@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from swansong import openat
+
+from testkit.forked import forked
 
 DAEMON, TRAINER, MEMBER, OUTSIDER = 12001, 12002, 12003, 12004
 GROUP = 12100
@@ -25,29 +25,17 @@ def as_user(uid: int, function: Callable[[], Any], *, groups: tuple[int, ...] = 
     The function runs in a fork, because the interpreter may be readable only for root.  It can use only
     modules that are imported already.
     """
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
+
+    def run() -> Any:
+        os.setgroups(groups)
+        os.setresgid(*(groups[:1] or (uid,)) * 3)
+        os.setresuid(uid, uid, uid)
         try:
-            os.close(reader)
-            os.setgroups(groups)
-            os.setresgid(*(groups[:1] or (uid,)) * 3)
-            os.setresuid(uid, uid, uid)
-            try:
-                result = function()
-            except Exception as error:
-                result = f"{type(error).__name__}: {error}"
-            os.write(writer, json.dumps(result).encode())
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as stream:
-        data = stream.read()
-    os.waitpid(pid, 0)
-    assert data, "the function left no result"
-    return json.loads(data)
+            return function()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    return forked(run)
 
 
 @contextmanager

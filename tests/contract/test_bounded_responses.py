@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import gc
 import socket
 import threading
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -21,6 +19,7 @@ from swansong_bucket.stores.options import GcsOptions, S3Options
 from swansong_bucket.stores.s3.store import S3Store
 from swansongd.sources.metadata import MetadataClient, MetadataUnavailable
 
+from testkit.forked import peak_bytes
 from testkit.raw_server import Peer, RawServer, Script, answering
 
 MIB = 2**20
@@ -83,17 +82,6 @@ def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name.upper(), raising=False)
 
 
-def peak_of(work: Callable[[], object]) -> int:
-    """Peak of the memory of ``work`` in bytes, without earlier allocations."""
-    gc.collect()
-    tracemalloc.start()
-    try:
-        work()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
 @pytest.mark.fault("S18", "H07")
 @pytest.mark.parametrize("asker", ASKERS)
 @pytest.mark.parametrize("case", HOSTILE)
@@ -108,7 +96,7 @@ def test_a_hostile_response_costs_little_memory(asker: str, case: str) -> None:
 
         ask()  # imports and compilation do not count
         limit_bytes = 2 * MIB + (2 * body_bytes if body_bytes > MIB else 0)
-        assert peak_of(ask) < limit_bytes
+        assert peak_bytes(ask) < limit_bytes
 
 
 def test_a_response_within_the_limits_is_read() -> None:
@@ -258,7 +246,7 @@ def test_a_refusal_is_read_up_to_its_limit(kind: str, cloud_environment: None) -
                 store.get("key")
 
         ask()
-        assert peak_of(ask) < 2 * MIB
+        assert peak_bytes(ask) < 2 * MIB
 
 
 @pytest.mark.fault("H07", "O15")
@@ -285,7 +273,7 @@ def test_a_hostile_page_is_transient(body: bytes, cloud_environment: None) -> No
                 list(store.list(""))
 
         ask()
-        assert peak_of(ask) < 20 * MIB
+        assert peak_bytes(ask) < 20 * MIB
 
 
 @pytest.mark.fault("H07")
@@ -310,7 +298,7 @@ def test_settings_of_a_bucket_are_bounded(kind: str, cloud_environment: None) ->
                 store.settings.lifecycle_rules()
 
         ask()
-        assert peak_of(ask) < 12 * MIB
+        assert peak_bytes(ask) < 12 * MIB
 
 
 def test_errors_of_a_hostile_store_are_short(tmp_path: Path, cloud_environment: None) -> None:
