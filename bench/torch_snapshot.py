@@ -313,9 +313,9 @@ def table(
         lines.append(f"| {count} {word} | {median_and_spread(seconds, '.2f')} | {len(seconds)} |")
     device = "GPU" if torch.cuda.is_available() else "CPU"
     facts = (
-        f"`guard.step()` without a request: {step['guard_ns']:.0f} ns per call; an empty method call:"
-        f" {step['empty_ns']:.0f} ns. torch {torch.__version__}, {device}, {os.cpu_count()} cores,"
-        " files on tmpfs."
+        f"`guard.step()` without a request: {step['guard_ns']:.0f} ns per call, without a daemon"
+        f" {step['alone_ns']:.0f} ns; an empty method call: {step['empty_ns']:.0f} ns."
+        f" torch {torch.__version__}, {device}, {os.cpu_count()} cores, files on tmpfs."
     )
     return "\n".join([*lines, "", facts])
 
@@ -351,15 +351,19 @@ def median_ns(call: Callable[[int], None]) -> float:
     return round(statistics.median(timeit.repeat(loop, number=1, repeat=REPEATS)) / CALLS * 1e9, 1)
 
 
-def step_cost() -> dict[str, float]:
-    guard = swansong.attach(
-        save=lambda _: None, load=lambda _: None, every_steps=10**9, socket="/nonexistent"
-    )
+def step_cost(root: Path) -> dict[str, float]:
     nothing = Nothing()
-    return {
-        "empty_ns": median_ns(lambda step: nothing.step(step, loss=1.0)),
-        "guard_ns": median_ns(lambda step: guard.step(step, loss=1.0)),
-    }
+    costs = {"empty_ns": median_ns(lambda step: nothing.step(step, loss=1.0))}
+
+    def measure_guard(name: str, socket: str) -> None:
+        with swansong.attach(TrainingState(*trained(10**6, "cpu")), socket=socket) as guard:
+            guard.restore()
+            costs[name] = median_ns(lambda step: guard.step(step, loss=1.0))
+
+    measure_guard("alone_ns", "/nonexistent")
+    with FakeDaemon(root) as daemon:
+        measure_guard("guard_ns", daemon.path)
+    return costs
 
 
 def main() -> None:
@@ -383,9 +387,9 @@ def main() -> None:
         as_rank(options.as_rank, options.store)
     sizes = [20_000_000] if options.quick else [int(gb * 1e9) for gb in options.gb]
     repeats = 1 if options.quick else options.repeats
-    step = step_cost()
     with tempfile.TemporaryDirectory(prefix="swansong-bench-", dir=options.data) as place:
         root = Path(place)
+        step = step_cost(root)
         of_ranks = sizes[0] if options.quick else 10**9
         ranks = {n: request_to_sealed(root, n, of_ranks, repeats) for n in (1, 2, 4)}
         costs = {size: one_process(root, size, repeats, options.quick) for size in sizes}

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 import swansong
 import torch
 from swansong.layout import parse_sealed_name
+from swansong.protocol import Hello
 from swansong.torch import ResumableLoader, TrainingState
 from torch import nn
 from torch.utils.data import DataLoader
@@ -39,10 +41,20 @@ class Job:
 
 
 @pytest.fixture
-def job(daemon: FakeDaemon) -> Iterator[Job]:
-    job = Job(daemon.path)
-    yield job
-    job.guard.close()
+def make_job(daemon: FakeDaemon) -> Iterator[Callable[[], Job]]:
+    with ExitStack() as stack:
+
+        def make() -> Job:
+            job = Job(daemon.path)
+            stack.callback(job.guard.close)
+            return job
+
+        yield make
+
+
+@pytest.fixture
+def job(make_job: Callable[[], Job]) -> Job:
+    return make_job()
 
 
 def request(daemon: FakeDaemon, job: Job) -> None:
@@ -116,6 +128,23 @@ def test_poll_in_the_middle_of_a_step_leaves_the_save_to_the_next_step(
         each.message for each in caplog.records if "guard.poll() saves nothing here" in each.message
     ]
     assert len(caplog.records) == 1
+    assert daemon.sealed() == []
+    job.guard.step(2)
+    (sealed,) = daemon.wait_sealed(1)
+    assert parse_sealed_name(sealed.name)[0] == 2
+
+
+def test_a_daemon_that_starts_in_the_middle_of_a_step_gets_the_next_one(
+    daemon: FakeDaemon, make_job: Callable[[], Job]
+) -> None:
+    """Without a daemon, step() does not look at the state, so the first poll() cannot compare it."""
+    daemon.stop()
+    job = make_job()
+    job.update()
+    daemon.start()
+    until(lambda: daemon.all_of(Hello))
+    request(daemon, job)
+    assert job.guard.poll() is not None
     assert daemon.sealed() == []
     job.guard.step(2)
     (sealed,) = daemon.wait_sealed(1)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -201,7 +200,7 @@ def test_a_failing_digest_costs_no_step(caplog: pytest.LogCaptureFixture) -> Non
     job = Job()
     job.steps.begin(0)
     job.steps.note(1, None, Failing())
-    assert job.steps.next_step == math.inf
+    assert job.steps.next_step == bounds.NEVER
     assert "steps are not digested any more" in caplog.text
 
 

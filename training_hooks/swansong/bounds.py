@@ -18,6 +18,8 @@ from typing import Any
 
 STEP_MAX = 10**12 - 1
 """Twelve digits, as in the names of sealed sets and in the keys of commits."""
+NEVER = STEP_MAX + 1
+"""Later than any step."""
 GENERATION_MAX = 10**8 - 1
 """Eight digits, as in the keys of claims and commits."""
 RANKS_MAX = 10**5 - 1

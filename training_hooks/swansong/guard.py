@@ -187,6 +187,8 @@ class Guard:
         self._redone = self._session.redone
         self._reports = 0
         """Number of calls of :meth:`step`: its step number may stay the same."""
+        self._noted_report = 0
+        """The last one at which the state has noted its boundary: only a daemon asks for it."""
         state.count_steps_with(lambda: self._reports)
         self._reporter = Reporter(self._session.channel.send, self._session.start)
         self._reporting = threading.Lock()
@@ -237,8 +239,9 @@ class Guard:
         health.metrics = metrics
         agreement.step = step
         self._reports += 1
-        if self._note_boundary is not None:
+        if self._note_boundary is not None and self._session.staging is not None:
             self._note_boundary()
+            self._noted_report = self._reports
         # A comparison with NaN is false.  These checks run at every step.
         if isinstance(loss, float) and (step >= health.judge_at or not MIN <= loss <= health.limit):
             self._judge(step, loss)
@@ -307,7 +310,7 @@ class Guard:
         With several ranks, the block must end in the step in which it began.
         """
         if self._critical_depth == 0:
-            self._is_whole_after_block = self._state.is_at_boundary()
+            self._is_whole_after_block = self._is_at_boundary()
         self._critical_depth += 1
         try:
             yield
@@ -557,9 +560,13 @@ class Guard:
                 self._is_prepared = True
                 self._state.prepare_copy()
 
+    def _is_at_boundary(self) -> bool:
+        is_noted = self._note_boundary is None or self._noted_report == self._reports
+        return is_noted and self._state.is_at_boundary()
+
     def _is_between_steps(self) -> bool:
         is_in_block = self._critical_depth > 0
-        is_between = self._is_whole_after_block if is_in_block else self._state.is_at_boundary()
+        is_between = self._is_whole_after_block if is_in_block else self._is_at_boundary()
         if not is_between and not self._has_polled_early:
             self._has_polled_early = True
             log.warning(

@@ -190,7 +190,7 @@ class RedoneSteps:
     """
 
     def __init__(self, send: Callable[[Message], bool], rank: int, world_size: int) -> None:
-        self.next_step: float = math.inf
+        self.next_step = bounds.NEVER
         """The next step to digest."""
         self.is_wanted = False
         """Whether the daemon takes digests."""
@@ -274,7 +274,7 @@ class RedoneSteps:
 
     def stop(self) -> None:
         """Digest no further step."""
-        self.next_step = math.inf
+        self.next_step = bounds.NEVER
 
     def _is_cheap(self) -> bool:
         return self._weights_s <= BUDGET * (time.monotonic() - self._weighed_mono_s)

@@ -11,18 +11,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from swansong.bounds import NEVER
 from swansong.protocol import Accepted, Declined, Failed, Message, Request, Sealed, Target
 
 AGREEMENT_LIMIT_S = 5.0
 """Longest wait at a step boundary.  The limit is a tenth of the time left if that is shorter."""
-NEVER = sys.maxsize
 _ANSWERS_MAX = 16
 
 
