@@ -27,7 +27,7 @@ from swansong_tools.economics.expected import (
     observed_gpu_s,
     paid_gpu_s,
 )
-from swansong_tools.units import human_bytes, human_s
+from swansong_tools.units import counted, human_bytes, human_s
 
 WIDTH = 80
 _PROPOSALS_MAX = 8
@@ -240,7 +240,7 @@ def _costs(subject: Subject, bill: Bill) -> Table:
         ("", f"{human_bytes(upkeep.stored_bytes)} in the store", bill.storage),
         ("", f"{upkeep.writes:,.0f} writes, {upkeep.reads:,.0f} reads", bill.requests),
         ("interruptions", f"{human_s(bill.interruptions_gpu_s)} of GPU time", bill.interruptions),
-        ("spot", f"{job.gpus} GPU{'s' * (job.gpus > 1)}, all time above included", bill.spot),
+        ("spot", f"{counted(job.gpus, 'GPU')}, all time above included", bill.spot),
         ("on-demand", f"the same training, {human_s(trained_s)} of GPU time", bill.on_demand),
     ]
     if bill.saved_share is not None:

@@ -39,7 +39,7 @@ from swansong_tools.commands.opening import Opened, opened, perhaps_mirror
 from swansong_tools.commands.plain_files import PlainFiles
 from swansong_tools.commands.progress import ProgressDisplay
 from swansong_tools.commands.rehearse_restore import SCRATCH
-from swansong_tools.units import human_bytes
+from swansong_tools.units import counted, human_bytes
 
 BATCH_BYTES = 2**30
 """Files that are restored together.  The temporary directory needs this room, or that of the largest file."""
@@ -103,10 +103,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(
             f"exported step {ref.step} of run {here.keys.run} (generation {ref.generation}) to "
-            f"{args.to}: {len(shards)} files, {human_bytes(size_bytes)}"
+            f"{args.to}: {counted(len(shards), 'file')}, {human_bytes(size_bytes)}"
         )
         if len(missing) < len(shards):
-            note(f"{len(shards) - len(missing)} files were there already")
+            note(f"there already: {counted(len(shards) - len(missing), 'file')}")
     return 0
 
 

@@ -18,7 +18,7 @@ from swansong_tools.commands.progress import ProgressDisplay
 from swansong_tools.commands.terminal import console, table
 from swansong_tools.economics import loss as losses
 from swansong_tools.economics.loss import Interruption, Loss
-from swansong_tools.units import human_bytes, human_s
+from swansong_tools.units import counted, human_bytes, human_s
 
 NOTES = "See docs/operations/loss.md."
 EXAMPLES = {
@@ -183,7 +183,8 @@ def _seconds(seconds: float | None) -> str:
 
 def _summary(run_name: str, loss: Loss) -> Table:
     lost_s = sum(each.lost_s for each in loss.interruptions)
-    lost_gpu = f"in {len(loss.interruptions)} interruptions, {human_s(loss.lost_gpu_s)} of GPU time"
+    interruptions = counted(len(loss.interruptions), "interruption")
+    lost_gpu = f"in {interruptions}, {human_s(loss.lost_gpu_s)} of GPU time"
     span = f"from {_minute(loss.begun_wall_s)} to the newest step, {_minute(loss.until_wall_s)} UTC"
     shown = table()
     for justify in ("left", "right", "left"):

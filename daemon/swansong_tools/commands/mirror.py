@@ -21,7 +21,7 @@ from swansong_bucket.util.printable import printable
 from swansong_tools.commands.common import add_json, add_quiet, add_run, note, place, print_json
 from swansong_tools.commands.opening import Opened, mirror_of, opened
 from swansong_tools.commands.progress import ProgressDisplay
-from swansong_tools.units import human_bytes
+from swansong_tools.units import counted, human_bytes
 
 NOTES = "See docs/operations/mirror.md."
 EXAMPLES = {
@@ -161,9 +161,9 @@ def _report(
         )
         return
     verb = "lacks" if args.dry_run else "received"
-    incomplete = f"; {partial} checkpoints are not whole and stay" if partial else ""
+    incomplete = f"; {counted(partial, 'checkpoint')} not whole, not copied" if partial else ""
     print(
-        f"{printable(mirror.url)} {verb} {len(totals.copied)} commits of run {here.keys.run}, "
+        f"{printable(mirror.url)} {verb} {counted(len(totals.copied), 'commit')} of run {here.keys.run}, "
         f"{human_bytes(totals.size_bytes)}{incomplete}"
     )
 

@@ -20,7 +20,7 @@ from swansong_tools.commands.prices import add_prices, money, prices_of
 from swansong_tools.commands.progress import ProgressDisplay
 from swansong_tools.commands.terminal import console, table
 from swansong_tools.economics.cost import Prices, of_storage, with_list_prices
-from swansong_tools.units import human_bytes
+from swansong_tools.units import counted, human_bytes
 
 NOTES = "See docs/operations/retention.md."
 EXAMPLES = {
@@ -128,7 +128,8 @@ def _summarise(run: str, report: PruneReport, prices: Prices, *, is_dry_run: boo
     ]
     verb = "would delete" if is_dry_run else "deleted"
     print(
-        f"run {run}: {verb} {len(gone)} of {len(report.decisions)} commits and {report.objects} objects, "
+        f"run {run}: {verb} {len(gone)} of {counted(len(report.decisions), 'commit')} and "
+        f"{counted(report.objects, 'object')}, "
         f"{human_bytes(report.freed_bytes)}{_money(report.freed_bytes, prices)}; "
         f"{human_bytes(report.kept_bytes)} stay{_money(report.kept_bytes, prices)}"
     )

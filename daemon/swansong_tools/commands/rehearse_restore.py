@@ -23,7 +23,7 @@ from swansong_tools.commands.common import note, place, print_json
 from swansong_tools.commands.destination import resolved
 from swansong_tools.commands.opening import Opened, mirror_of, opened
 from swansong_tools.commands.progress import ProgressDisplay
-from swansong_tools.units import human_bytes
+from swansong_tools.units import counted, human_bytes
 
 SCRATCH = Path("/var/tmp")  # noqa: S108 - mkdtemp makes a private directory in it
 
@@ -101,7 +101,7 @@ def _report(
             }
         )
         return
-    lag = "" if behind is None else f"; the store is {behind} steps ahead of it"
+    lag = "" if behind is None else f"; the store is {counted(behind, 'step')} ahead of it"
     print(
         f"restored {ref} of run {here.keys.run} from {printable(url)} and verified it: "
         f"{human_bytes(size_bytes)} in {seconds:.1f} s, {human_bytes(size_bytes / seconds)}/s{lag}"

@@ -63,9 +63,11 @@ def lines(report: RunReport, *, is_unicode: bool = True) -> Iterator[Text]:
     if not report.stories:
         yield Text("no evacuation is recorded")
     if evacuated.farewells_left_out:
-        yield Text(f"{evacuated.farewells_left_out} older records of evacuations were not read")
+        yield Text(
+            f"{counted(evacuated.farewells_left_out, 'older record')} of evacuations not read"
+        )
     if evacuated.damaged:
-        yield Text(f"{len(evacuated.damaged)} records are damaged, such as")
+        yield Text(f"{counted(len(evacuated.damaged), 'damaged record')}, such as")
         yield Text(_cut(f"  {evacuated.damaged[0]}", WIDTH))
     yield Text()
     yield from _loss(report)

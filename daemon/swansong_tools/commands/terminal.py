@@ -21,13 +21,18 @@ class _Console(Console):
         raise BrokenPipeError  # main() handles it; the method of the base class would exit
 
 
-def console(*, is_wide: bool = False) -> Console:
-    """Standard output for tables; wide without a terminal, so that no cell is truncated."""
+def console(*, is_wide: bool = False, lines_width: int = _WIDE) -> Console:
+    """Standard output for tables.
+
+    Args:
+        is_wide: no cell is truncated in a terminal.
+        lines_width: columns without a terminal; the default truncates no cell, and wraps none.
+    """
     # A terminal without Unicode shows question marks.  Some streams cannot change.
     if isinstance(sys.stdout, io.TextIOWrapper):
         with suppress(OSError):
             sys.stdout.reconfigure(errors="replace")
-    width = _WIDE if is_wide or not sys.stdout.isatty() else None
+    width = _WIDE if is_wide else None if sys.stdout.isatty() else lines_width
     return _Console(highlight=False, markup=False, width=width)
 
 

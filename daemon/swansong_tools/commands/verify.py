@@ -29,7 +29,7 @@ from swansong_tools.commands.common import (
 )
 from swansong_tools.commands.opening import opened, perhaps_mirror
 from swansong_tools.commands.progress import ProgressDisplay
-from swansong_tools.units import human_bytes
+from swansong_tools.units import counted, human_bytes
 from swansong_tools.upkeep.repair import RepairOutcome, repair, repair_manifests, repair_pins
 from swansong_tools.upkeep.verify import Defect, Findings, verify
 
@@ -134,8 +134,8 @@ def run(args: argparse.Namespace) -> int:
         return CorruptError.exit_code if defects or damaged_pins else 0
     _print(defects, damaged_pins, outcomes)
     if defects or damaged_pins:
-        what = f"{len(defects)} shards or manifests are damaged or missing"
-        what += f", and {len(damaged_pins)} pins" if damaged_pins else ""
+        what = counted(len(defects), "damaged or missing object")
+        what += f", {counted(len(damaged_pins), 'damaged pin')}" if damaged_pins else ""
         raise CorruptError(
             f"verifying run {run_name} failed: {what}",
             hint="swansong restore skips the commits that reference them"
@@ -144,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
         )
     what = "all stored bytes" if args.sample >= 1 else f"{human_bytes(findings.read_bytes)}"
     print(
-        f"{what} of run {run_name} match their names: {findings.objects} objects "
+        f"{what} of run {run_name} match their names: {counted(findings.objects, 'object')} "
         f"{'read' if args.sample >= 1 else 'counted'}, {findings.shared} of them shared by several commits"
     )
     return 0

@@ -29,6 +29,7 @@ from swansong_tools.doctor.installation import (
     with_trainers,
 )
 from swansong_tools.doctor.sandbox import of_unit, properties
+from swansong_tools.units import counted
 
 _SHOWN = 3
 """Processes that one finding names."""
@@ -188,7 +189,7 @@ def ranks(vm: Installation) -> Judgement:
     connected = sum(trainer.connected for trainer in status.trainers)
     if not connected:
         return skipped("no trainer is connected")
-    return ok(f"{connected} trainers, all with different ranks")
+    return ok(f"{counted(connected, 'trainer')}, all with different ranks")
 
 
 # ------------------------------------------------------------ trainers

@@ -21,10 +21,12 @@ from swansong_tools.commands.view.changes import changes, facts_of
 from swansong_tools.commands.view.countdown import bar, clock, countdowns, large
 from swansong_tools.commands.view.history import SampleHistory, sparkline
 from swansong_tools.commands.view.live import Away, Canvas, Frame, view
+from swansong_tools.commands.view.once import print_status
 from swansong_tools.commands.view.rows import rows
 from swansongd.observe.status import (
     DaemonStatus,
     FlushStatus,
+    Margin,
     NoticeStatus,
     TrainerStatus,
     from_json,
@@ -65,6 +67,50 @@ def drawn(
     )  # fmt: skip
     console.print(view(frame, Canvas(width, height, is_ascii=is_ascii)))
     return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+# ---------------------------------------------------------------- one look
+
+ON_TIME = Margin(source="aws.spot", grace_s=120.0, spare_s=71.4, fits=True)
+TOO_LATE = Margin(source="logind", grace_s=30.0, spare_s=-4.1, fits=False, lost_since_step=7)
+NO_TRAINER = Margin(source="host", grace_s=25.0, spare_s=25.0, fits=False, problem="no trainer")
+
+
+@pytest.mark.parametrize(
+    ("margins", "words"),
+    [
+        pytest.param([ON_TIME], "SAFE", id="on time"),
+        pytest.param([ON_TIME, TOO_LATE], "not SAFE: logind: 4.1 s short", id="too late"),
+        pytest.param([ON_TIME, NO_TRAINER], "not SAFE: no trainer", id="another problem"),
+        pytest.param([ON_TIME, replace(ON_TIME, fits=None)], "perhaps not SAFE", id="unknown"),
+        pytest.param([], "perhaps not SAFE", id="no source"),
+    ],
+)
+def test_the_first_line_says_whether_a_notice_now_would_be_safe(
+    margins: list[Margin], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SAFE for all kinds of notice, or the reason; no line has more than 80 columns without a terminal."""
+    print_status(replace(status(-5.0), margins=tuple(margins)))
+    first, *others = capsys.readouterr().out.splitlines()
+    assert re.match(rf"notice now +{words}", first)
+    assert max(map(len, [first, *others])) <= 80
+
+
+def test_the_first_line_of_an_evacuation_is_its_state(capsys: pytest.CaptureFixture[str]) -> None:
+    print_status(status(12.0))
+    assert capsys.readouterr().out.startswith(
+        "evacuation       aws.spot: terminate: TAKE, FLUSHING"
+    )
+
+
+def test_a_verdict_without_a_checkpoint_expects_no_commit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The forecast of an evacuation that is over would be taken for one of the present."""
+    seen = status(-5.0)
+    last = replace(seen.last_verdict, verdict=Verdict.LOST, expected_s=42.0, took_s=None)
+    print_status(replace(seen, verdict=Verdict.LOST, last_verdict=last))
+    assert "expected" not in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- the picture

@@ -117,7 +117,7 @@ def test_damaged_farewells_and_objects_that_were_not_read_are_named(past_report:
     assert "1,234 older commits" in text
     plain = "\n".join(line.plain for line in report_text.lines(made(found)))
     assert "7 older records" in plain
-    assert "1 records are damaged" in plain
+    assert "1 damaged record," in plain
 
 
 def test_a_notice_that_the_vm_has_outlived_is_no_lost_vm(past_report: RunReport) -> None:

@@ -22,7 +22,7 @@ _LISTINGS = (
 
 def print_status(status: DaemonStatus, others: Sequence[Unconnected] = ()) -> None:
     """Print a status, and the processes that are not connected, on standard output."""
-    out = console()
+    out = console(lines_width=80)
     out.print(_summary(status, others))
     for listing in listings(status):
         out.print()
@@ -51,7 +51,7 @@ def _listing(
 ) -> Table:
     names = [column.removesuffix("_s").upper() for column in columns]
     heads = (f"{title} {names[0]}", *names[1:])
-    listing = table(*heads, left=heads)
+    listing = table(*heads, left=heads, wraps="REASON")
     for item in found:
         cells = ((column, getattr(item, column)) for column in columns)
         shown = (human_s(cell) if column.endswith("_s") else word(cell) for column, cell in cells)

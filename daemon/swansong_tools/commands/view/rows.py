@@ -35,7 +35,7 @@ from swansongd.observe.status import (
 )
 from swansongd.trainers.unconnected import Unconnected
 
-from swansong_tools.units import human_bytes, human_s
+from swansong_tools.units import counted, human_bytes, human_s
 
 GOOD, WARNING, BAD, PLAIN = "green", "yellow", "red", ""
 """Styles of rich."""
@@ -64,6 +64,10 @@ def rows(
         others: processes that are not connected.
         is_brief: the display has no lists of sources, GPUs and trainers: rows stand for these.
     """
+    if status.evacuation is None:
+        yield _notice_now(status)
+    else:
+        yield Row("evacuation", _evacuation(status.evacuation), WARNING, 21)
     yield Row("run", _run(status), rank=40)
     yield Row("state", status.state + newer_generation(status), rank=21)
     yield Row("verdict", _verdict(status), rank=22)
@@ -88,10 +92,10 @@ def rows(
         yield from _notifications(status.notifications)
     if status.metrics is not None:
         yield _metrics(status.metrics)
-    yield Row("evacuation", _evacuation(status.evacuation), rank=21)
     for margin in status.margins:
-        is_bad = margin.fits is False
-        yield Row("margin", _margin(margin), BAD if is_bad else PLAIN, 12 if is_bad else 26)
+        if not margin.problem:
+            is_bad = margin.fits is False
+            yield Row("margin", _margin(margin), BAD if is_bad else PLAIN, 12 if is_bad else 26)
     if is_brief:
         yield from _sources(status.sources)
         yield from _gpus(status.gpus)
@@ -114,6 +118,18 @@ def rows(
 
 def word(value: object) -> str:
     return "-" if value is None or value == "" else str(value)
+
+
+def _notice_now(status: DaemonStatus) -> Row:
+    """Whether a notice at this moment would end with SAFE, for all kinds of notice of this VM."""
+    margins = status.margins
+    short = next((margin for margin in margins if margin.fits is False), None)
+    if short is not None:
+        return Row("notice now", f"not SAFE: {short.problem or _margin(short)}", BAD, 12)
+    if not margins or any(margin.fits is None for margin in margins):
+        text = "perhaps not SAFE: save and bandwidth are not measured yet"
+        return Row("notice now", text, WARNING, 12)
+    return Row("notice now", "SAFE", GOOD, 22)
 
 
 def _notifications(status: NotificationsStatus) -> Iterator[Row]:
@@ -188,7 +204,7 @@ def _training(status: DaemonStatus) -> str:
     shown = [f"step {max(trainer.step for trainer in trainers)}"]
     shown += [f"loss {each.loss:.4g}" for each in trainers if each.loss is not None][:1]
     count = sum(trainer.connected for trainer in trainers) + status.trainers_not_shown
-    return ", ".join((*shown, f"{count} trainer{'s' * (count != 1)}"))
+    return ", ".join((*shown, counted(count, "trainer")))
 
 
 def _problems(trainer: TrainerStatus) -> Iterator[str]:
@@ -227,7 +243,8 @@ def _verdict(status: DaemonStatus) -> str:
     last, verdict = status.last_verdict, status.verdict
     if verdict is None or last is None:
         return word(verdict)
-    return f"{verdict}, {human_s(last.age_s)} ago{prediction(last)}"
+    shown = f"{verdict}, {human_s(last.age_s)} ago"
+    return shown if last.took_s is None else f"{shown}{prediction(last)}"
 
 
 def _store(store: HealthStatus | None) -> Row:
@@ -252,14 +269,14 @@ def _flush(flush: FlushStatus) -> str:
 
 def _pending(unsent: UnsentStatus) -> str:
     """The sets that are not uploaded: bytes, next attempt, and dropped sets."""
-    shown, dropped = f"{human_bytes(unsent.bytes)} in {unsent.sets} sets", unsent.dropped
+    shown, dropped = f"{human_bytes(unsent.bytes)} in {counted(unsent.sets, 'set')}", unsent.dropped
     if unsent.failures:
-        shown += f"; the last {unsent.failures} attempts failed"
+        shown += f"; the last {counted(unsent.failures, 'attempt')} failed"
     if unsent.retry_in_s is not None:
         shown += f", the next one in {human_s(unsent.retry_in_s)}"
     if dropped.age_s is not None:
         age = human_s(dropped.age_s)
-        shown += f"; {dropped.count} older sets were dropped unsent, the last one {age} ago"
+        shown += f"; {counted(dropped.count, 'older set')} dropped unsent, the last one {age} ago"
     return shown
 
 
@@ -291,13 +308,13 @@ def _mirror(mirror: MirrorStatus) -> Row:
         shown += f", has generation {mirror.newest.generation} step {mirror.newest.step}"
     if lag.commits:
         shown += (
-            f", {lag.commits} commits and {human_s(lag.seconds)} behind, "
+            f", {counted(lag.commits, 'commit')} and {human_s(lag.seconds)} behind, "
             f"{human_bytes(lag.bytes)} to copy"
         )
     if mirror.damaged:
-        shown += f", {mirror.damaged} commits are damaged in the store and not copied"
+        shown += f", {counted(mirror.damaged, 'commit')} damaged in the store and not copied"
     if mirror.objects_taken:
-        shown += f", {mirror.objects_taken} objects were restored from it"
+        shown += f", {counted(mirror.objects_taken, 'object')} restored from it"
     if mirror.reason:
         shown += f": {mirror.reason}"
     is_bad = mirror.state in (MirrorState.FAILING, MirrorState.PROMOTED)
@@ -330,12 +347,10 @@ def part_of(part: PartStatus) -> str:
 
 def _lag(lag: LagStatus) -> str:
     shown = "unknown time" if lag.seconds is None else human_s(lag.seconds)
-    return f"{lag.steps} steps, {shown}, {human_bytes(lag.bytes)}"
+    return f"{counted(lag.steps, 'step')}, {shown}, {human_bytes(lag.bytes)}"
 
 
-def _evacuation(evacuation: EvacuationStatus | None) -> str:
-    if evacuation is None:
-        return "none"
+def _evacuation(evacuation: EvacuationStatus) -> str:
     left = human_s(evacuation.seconds_left)
     return f"{evacuation.reason}: {progress_of(evacuation)}, {left} left" + "".join(
         f"; {phrase}" for phrase in phrases_of(evacuation)
@@ -378,8 +393,6 @@ def prediction(row: EvacuationStatus | VerdictStatus) -> str:
 def _margin(margin: Margin) -> str:
     """The consequence of a notice at this moment."""
     source, spare_s, since = margin.source, margin.spare_s, margin.lost_since_step
-    if margin.problem:
-        return f"{source}: not SAFE: {margin.problem}"
     if spare_s is None:
         return f"{source}: unknown, save and bandwidth are not measured yet"
     if spare_s >= 0:
