@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock wheelhouse docs pictures demo test fuzz simulate test-jax test-frameworks test-stores test-system test-vm test-gpu image terraform check bench bench-beside bench-notices bench-start bench-torch bench-gpu bench-frozen bench-small bench-preemption format clean
+.PHONY: help setup lock wheelhouse docs pictures demo test fuzz simulate test-jax test-frameworks test-stores test-system test-vm test-gpu image terraform check bench bench-beside bench-notices bench-torch bench-gpu bench-preemption format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 15
@@ -149,9 +149,6 @@ bench: $(STAMP)  ## measure speed, CPU and memory of transfers and of other tool
 bench-beside: $(STAMP)  ## measure what a flush costs the trainer on the same VM (5 minutes)
 	$(BIN)/python -m bench.beside $(if $(BENCH_ARGS),$(BENCH_ARGS),--write)
 
-bench-start: $(STAMP)  ## measure the start of the daemon and of a restore, up to the first byte (1 minute)
-	$(BIN)/python -m bench.start
-
 bench-notices: $(STAMP)  ## measure the time from a notice to the request at the trainer (30 minutes)
 	$(BIN)/python -m bench.notices
 
@@ -160,12 +157,6 @@ bench-preemption: $(STAMP)  ## measure what one preemption costs, also with othe
 
 bench-gpu: $(STAMP)  ## measure saves and restores of a state on a GPU, also with torch.save and DCP (an NVIDIA GPU; 7 minutes)
 	$(BIN)/python -m bench.gpu $(if $(BENCH_ARGS),$(BENCH_ARGS),--write)
-
-bench-frozen: $(STAMP)  ## measure the bytes that five commits of a LoRA-like run send (1 minute)
-	$(BIN)/python -m bench.frozen
-
-bench-small: $(STAMP)  ## measure flush, commit, verify and restore of 20,000 files of 4 KiB, with a directory and the S3 emulator (2 minutes)
-	$(BIN)/python -m bench.small_files $(BENCH_ARGS)
 
 bench-torch: $(STAMP)  ## measure what a checkpoint costs the training loop, also with torch.save and DCP (5 minutes)
 	$(BIN)/python -m bench.torch_snapshot $(if $(BENCH_ARGS),$(BENCH_ARGS),--write)

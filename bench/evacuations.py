@@ -15,9 +15,7 @@ VM and the time of each checkpoint.  The forecasts know only the checkpoints of 
 from __future__ import annotations
 
 import argparse
-import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from unittest import mock
 
@@ -229,20 +227,12 @@ def print_missed(count: int) -> None:
             print(f"| {job.name} | {sigma:.0%} | {' | '.join(cells)} |", flush=True)
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which this share of the sorted values lies."""
-    return values[min(len(values) - 1, math.floor(share * len(values)))]
-
-
 def row(job: Job, notice: Notice, count: int) -> str:
-    """One row of the table: redone training before and after, as a distribution."""
+    """One row of the table: mean redone training without and with follow-ups, their number and stall."""
     cells = [notice.name, job.name]
     for follow_ups in (False, True):
         done = simulate(job, notice, count, follow_ups=follow_ups)
-        redone = sorted(outcome.redone_s for outcome in done)
-        shown = [percentile(redone, share) for share in (0.5, 0.9, 0.99)] + [redone[-1]]
-        cells.append(" / ".join(f"{value:.1f}" for value in shown))
-        cells.append(f"{sum(redone) / count:.1f}")
+        cells.append(f"{sum(outcome.redone_s for outcome in done) / count:.1f}")
     cells.append(f"{sum(outcome.follow_ups for outcome in done) / count:.1f}")
     cells.append(f"{sum(outcome.stall_s for outcome in done) / count:.2f}")
     return f"| {' | '.join(cells)} |"
@@ -262,8 +252,8 @@ def main() -> None:
     if options.floors:
         print_floors(options.count)
         return
-    print("| notice | state | before | mean | with follow-ups | mean | follow-ups | stall, s |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    print("| notice | state | repeated without | with follow-ups | follow-ups | stall, s |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for notice in NOTICES:
         for job in JOBS:
             print(row(job, notice, options.count), flush=True)

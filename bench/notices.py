@@ -2,11 +2,8 @@
 """Measures the time from a notice in the metadata service to the checkpoint request: ``make bench-notices``.
 
 A real ``swansongd`` polls a metadata emulator, and a peer on the trainer socket records the time of the
-request.  Two plain pollers run during the same minutes against their own emulators: every 5 s, which AWS
-suggests, and every 2 s, as aws-node-termination-handler does.  Each notice appears at a random phase of
-the polls.  Around every second notice of GCP, the metrics of the daemon are scraped at the highest rate that
-it accepts.  Half of GCP's daemons have a webhook and a program that hang.  The benchmark also counts the
-requests, CPU time and memory of an idle daemon, and those of its GPU probe with a fake NVML library.
+request.  Each notice appears at a random phase of the polls.  The benchmark also counts the requests, CPU
+time and memory of an idle daemon, and the CPU time and memory of its GPU probe with a fake NVML library.
 """
 
 from __future__ import annotations
@@ -21,10 +18,9 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import requests
 from swansong import protocol
@@ -40,10 +36,6 @@ GPUS = 8
 LANES = 4
 PAUSE_S = 20.5
 """Between two notices: the daemon answers three at once, and then one each 20 s."""
-SCRAPE_S = 0.05
-"""Between two scrapes: the daemon accepts 20 in a second."""
-SCRAPES_AT_ONCE = 8
-SCRAPE = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 class Peer:
@@ -83,142 +75,49 @@ def withdraw(cloud: str, url: str) -> None:
         control(url, "set", key=GCP_KEY, value="FALSE")
 
 
+def daemon_lane(cloud: str, notices: int, samples: Samples) -> None:
+    """Send ``notices`` notices to one daemon and record the delays."""
+    with emulated(cloud) as (daemon_vm, url):
+        daemon_vm.start_daemon()
+        peer = Peer(daemon_vm.socket)
+        until(lambda: peer.is_welcome)
+        for number in range(notices):
+            time.sleep(PAUSE_S + random.uniform(0.0, 1.0))
+            began = time.monotonic()
+            notify(cloud, url, number)
+            until(lambda: peer.asked_mono_s is not None, what="the request")
+            assert peer.asked_mono_s is not None
+            samples[f"swansongd, {cloud}"].append(peer.asked_mono_s - began)
+            withdraw(cloud, url)
+            until(lambda: peer.asked_mono_s is None, what="the withdrawal")
+
+
 @contextmanager
-def scraped(address: str) -> Iterator[None]:
-    """Scrape until the end of the block; several scrapes are in progress at its start."""
-    host, _, port = address.rpartition(":")
-    stop = threading.Event()
-    count = 0
-
-    def ask() -> socket.socket:
-        connection = socket.create_connection((host, int(port)), timeout=30)
-        connection.sendall(SCRAPE)
-        return connection
-
-    def read(connection: socket.socket) -> None:
-        nonlocal count
-        with connection, connection.makefile("rb") as stream:
-            count += b"\nswansong_state{" in stream.read()
-
-    def scrape() -> None:
-        while not stop.wait(SCRAPE_S):
-            read(ask())
-
-    thread = threading.Thread(target=scrape, daemon=True)
-    asked = [ask() for _ in range(SCRAPES_AT_ONCE)]
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-        for connection in asked:
-            read(connection)
-    assert count >= SCRAPES_AT_ONCE, "the daemon has answered each scrape"
-
-
-def daemon_lane(cloud: str, notices: int, samples: Samples, *, hangs: bool = False) -> None:
-    """Send ``notices`` notices to one daemon and record the delays.
-
-    Args:
-        hangs: the daemon has a webhook that never answers, and a program that never ends.
-    """
+def emulated(cloud: str) -> Iterator[tuple[Vm, str]]:
+    """A VM with an empty store, and the URL of its metadata service."""
     module = {"aws": "testkit.emulators.aws_imds", "gcp": "testkit.emulators.gcp_metadata"}[cloud]
     with (
         tempfile.TemporaryDirectory() as directory,
         EmulatorProcess(module, "--port", "0") as cloud_vm,
-        socket.create_server(("127.0.0.1", 0)) as receiver,
     ):
-        disk = Path(directory)
-        store = {"url": f"file://{disk}/store"}
-        (disk / "store").mkdir()
-        url = f"http://127.0.0.1:{receiver.getsockname()[1]}"
-        settings: dict[str, Any] = {
-            "sources": {"poll_interval_s": 1.0},
-            "metrics": {"listen": "127.0.0.1:0"},
-        }
-        if hangs:
-            settings["notify"] = {"webhook_url": url, "exec": ["/bin/sleep", "600"]}
-        with Vm(disk, store, metadata=(cloud, cloud_vm.url), settings=settings) as vm:
-            address = vm.start_daemon().lines.wait(event="metrics_served")["address"]
-            peer = Peer(vm.socket)
-            until(lambda: peer.is_welcome)
-            for number in range(notices):
-                time.sleep(PAUSE_S + random.uniform(0.0, 1.0))
-                is_scraped = cloud == "gcp" and number % 2 == 1
-                name = f"swansongd, {cloud}{', scraped' * is_scraped}{', receivers hang' * hangs}"
-                with scraped(address) if is_scraped else nullcontext():
-                    began = time.monotonic()
-                    notify(cloud, cloud_vm.url, number)
-                    until(lambda: peer.asked_mono_s is not None, what="the request")
-                assert peer.asked_mono_s is not None
-                samples[name].append(peer.asked_mono_s - began)
-                withdraw(cloud, cloud_vm.url)
-                until(lambda: peer.asked_mono_s is None, what="the withdrawal")
-
-
-def poller_lane(intervals_s: tuple[float, ...], notices: int, samples: Samples) -> None:
-    """Send ``notices`` notices to pollers with fixed intervals, as the documentation of AWS describes."""
-    with EmulatorProcess("testkit.emulators.aws_imds", "--port", "0") as cloud_vm:
-        url = f"{cloud_vm.url}/latest/meta-data/spot/instance-action"
-        token = requests.put(
-            f"{cloud_vm.url}/latest/api/token",
-            headers={"X-aws-ec2-metadata-token-ttl-seconds": "21600"},
-            timeout=5,
-        ).text
-        seen: dict[float, float | None] = dict.fromkeys(intervals_s)
-        stop = threading.Event()
-
-        def poll(interval_s: float) -> None:
-            with requests.Session() as session:
-                while not stop.is_set():
-                    answer = session.get(
-                        url, headers={"X-aws-ec2-metadata-token": token}, timeout=5
-                    )
-                    now = time.monotonic()
-                    if answer.status_code != 200:
-                        seen[interval_s] = None
-                    elif seen[interval_s] is None:
-                        seen[interval_s] = now
-                    stop.wait(interval_s)
-
-        threads = [threading.Thread(target=poll, args=(i,), daemon=True) for i in intervals_s]
-        for thread in threads:
-            thread.start()
-        for number in range(notices):
-            time.sleep(random.uniform(0.2, max(intervals_s)))
-            began = time.monotonic()
-            notify("aws", cloud_vm.url, number)
-            until(lambda: all(seen.values()), what="the pollers")
-            for interval_s, at in seen.items():
-                assert at is not None
-                samples[f"poll every {interval_s:g} s"].append(at - began)
-            withdraw("aws", cloud_vm.url)
-            until(lambda: not any(seen.values()), what="the pollers")
-        stop.set()
-        for thread in threads:
-            thread.join()
+        store = Path(directory, "store")
+        store.mkdir()
+        metadata, settings = (cloud, cloud_vm.url), {"sources": {"poll_interval_s": 1.0}}
+        table = {"url": f"file://{store}"}
+        with Vm(Path(directory), table, metadata=metadata, settings=settings) as vm:
+            yield vm, cloud_vm.url
 
 
 def idle_cost(cloud: str, duration_s: float) -> tuple[float, float, float]:
     """(requests per hour, CPU seconds per hour, resident MB) of an idle daemon."""
-    module = {"aws": "testkit.emulators.aws_imds", "gcp": "testkit.emulators.gcp_metadata"}[cloud]
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        EmulatorProcess(module, "--port", "0") as cloud_vm,
-    ):
-        disk = Path(directory)
-        store = {"url": f"file://{disk}/store"}
-        (disk / "store").mkdir()
-        settings = {"sources": {"poll_interval_s": 1.0}}
-        with Vm(disk, store, metadata=(cloud, cloud_vm.url), settings=settings) as vm:
-            daemon = vm.start_daemon()
-            time.sleep(5)
-            before_cpu_s, before = _cpu_s(daemon.pid), _requests(cloud_vm.url)
-            time.sleep(duration_s)
-            cpu_s = _cpu_s(daemon.pid) - before_cpu_s
-            asked = _requests(cloud_vm.url) - before
-            return asked * 3600 / duration_s, cpu_s * 3600 / duration_s, _resident_mb(daemon.pid)
+    with emulated(cloud) as (vm, url):
+        daemon = vm.start_daemon()
+        time.sleep(5)
+        before_cpu_s, before = _cpu_s(daemon.pid), _requests(url)
+        time.sleep(duration_s)
+        cpu_s = _cpu_s(daemon.pid) - before_cpu_s
+        asked = _requests(url) - before
+        return asked * 3600 / duration_s, cpu_s * 3600 / duration_s, _resident_mb(daemon.pid)
 
 
 def probe_cost(duration_s: float) -> tuple[float, float]:
@@ -275,16 +174,14 @@ def in_parallel(tasks: list[Callable[[], None]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--notices", type=int, default=200, help="number for each cloud and poller")
+    parser.add_argument("--notices", type=int, default=200, help="number for each cloud")
     parser.add_argument("--idle-s", type=float, default=600.0, help="time to measure idle daemons")
     args = parser.parse_args()
     samples: Samples = defaultdict(list)
     each = -(-args.notices // LANES)
     tasks: list[Callable[[], None]] = []
-    for lane in range(LANES):
-        tasks.append(lambda: daemon_lane("aws", each, samples))
-        tasks.append(partial(daemon_lane, "gcp", each, samples, hangs=lane % 2 == 1))
-        tasks.append(lambda: poller_lane((2.0, 5.0), each, samples))
+    for cloud in ("aws", "gcp"):
+        tasks += [partial(daemon_lane, cloud, each, samples)] * LANES
     in_parallel(tasks)
     print("| from the change in the metadata service to the request | n | median | worst |")
     print("| --- | --- | --- | --- |")

@@ -19,7 +19,6 @@ import tempfile
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
@@ -89,9 +88,6 @@ def run(contestant: Contestant, size: str, repeat: int, options: argparse.Namesp
         restored_s=outcome.restored_s,
         bound_s=measured and sum(measured.bound_parts(loss.step_s).values()),
         bound_parts=measured and measured.bound_parts(loss.step_s),
-        gap_s=loss.gap_s,
-        redone_span_s=loss.redone_span_s,
-        ledger=outcome.ledger and asdict(outcome.ledger),
     )
 
 
@@ -219,7 +215,6 @@ def main() -> None:
         (
             conditions(file),
             results.markdown(file.results),
-            *filter(None, [results.ledger_table(file.results)]),
             results.settings_table(file.results),
         )
     )

@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.preemption import contestants
 from bench.preemption.contestants import BUCKET, Contestant, Start
-from bench.preemption.loss import Ledger, Loss, Measured, split
+from bench.preemption.loss import Loss, Measured, split
 from bench.preemption.store import RATES
 from testkit.emulators.process import EmulatorProcess
 from testkit.rig import Vm, control
@@ -70,8 +70,6 @@ class Outcome:
     """All tensors held the step that the trainer resumed from."""
     measured: Measured | None
     """Only of Swansong."""
-    ledger: Ledger | None
-    """Only of Swansong: the output of ``swansong loss``."""
     imported_s: float
     """From the start of the second VM to the end of the trainer's imports."""
     restored_s: float
@@ -110,7 +108,6 @@ def live(
     second.begin(stack)
     second.until_steps(NEW_STEPS)
     _, fetch_bytes_s = control(url, RATES)
-    ledger = second.ledger() if contestant.name == contestants.OURS else None
     second.power_off()
     resumed = second.line("restored")
     after = second.steps()
@@ -133,7 +130,6 @@ def live(
         loss=loss,
         is_intact=is_intact,
         measured=measured,
-        ledger=ledger,
         imported_s=imported_s,
         restored_s=resumed["mono_s"] - started,
     )
@@ -216,19 +212,6 @@ class _Machine:
                 raise Failed(f"no steps, exit code {code}: {' | '.join(last)}")
             time.sleep(_LOOK_S)
         return steps
-
-    def ledger(self) -> Ledger:
-        """The output of ``swansong loss``, once the record of the resume is in the store."""
-        give_up = time.monotonic() + _LIMIT_S
-        while time.monotonic() < give_up:
-            answer = self.vm.swansong("loss", "--json")
-            if answer.returncode:
-                raise Failed(f"swansong loss failed: {answer.stderr[-300:]}")
-            report = json.loads(answer.stdout)
-            if any("unknown" not in each["down"] for each in report["interruptions"]):
-                return Ledger.of(report)
-            time.sleep(_LOOK_S)
-        raise Failed("the store has no record of the resume")
 
     def power_off(self) -> None:
         """Kill every process of the VM at the same time, and delete its disk."""

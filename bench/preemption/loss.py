@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 GAP_STEPS = 3.0
 """A gap between two steps counts as a stall above this multiple of the usual step."""
@@ -32,41 +31,10 @@ class Loss:
     """From the power cut to the first new step, without that step and without the pause."""
     last_step: int
     restored_step: int
-    gap_s: float
-    """From the last step to the first new step: *down* as ``swansong loss`` defines it."""
-    redone_span_s: float
-    """From the restored step to the last step: the redone steps as they were trained, with all saves."""
 
     @property
     def total_s(self) -> float:
         return self.stall_s + self.redone_s + self.down_s
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ledger:
-    """The same preemption as ``swansong loss`` reports it, from the records in the store."""
-
-    stall_s: float | None
-    redone_s: float
-    down_s: float
-    last_step: int
-    restored_step: int
-
-    @classmethod
-    def of(cls, report: Mapping[str, Any]) -> Ledger:
-        """From the output of ``swansong loss --json``.
-
-        Raises:
-            ValueError: the report does not have exactly one interruption.
-        """
-        (each,) = report["interruptions"]
-        return cls(
-            stall_s=each["stall_s"],
-            redone_s=each["redone_s"],
-            down_s=each["down_s"],
-            last_step=each["last_step"],
-            restored_step=each["resumed_from_step"],
-        )
 
 
 def split(
@@ -101,9 +69,6 @@ def split(
         down_s=after[0][1] - cut - pause_s - step_s,
         last_step=last_step,
         restored_step=restored,
-        gap_s=after[0][1] - instants[-1],
-        redone_span_s=instants[-1]
-        - max((at for step, at in before if step <= restored), default=instants[0]),
     )
 
 

@@ -42,12 +42,6 @@ class Result:
     bound_s: float | None = None
     """Only of Swansong."""
     bound_parts: Mapping[str, float] | None = None
-    gap_s: float | None = None
-    """From the last step to the first new step, with the pause: *down* as ``swansong loss`` defines it."""
-    redone_span_s: float | None = None
-    """From the restored step to the last step, on the first VM."""
-    ledger: Mapping[str, float | None] | None = None
-    """The fields of :class:`bench.preemption.loss.Ledger`; only of Swansong."""
 
     @property
     def total_s(self) -> float:
@@ -142,37 +136,6 @@ def _goal(runs: Mapping[str, Sequence[Result]]) -> list[str]:
         share = _median(ours) / others[best]
         lines.append(f"Its loss is {share:.2f} of that of the best other contestant, {best}.")
     return lines
-
-
-def ledger_table(results: Sequence[Result]) -> str:
-    """The figures of ``swansong loss`` beside those of the witness, one line for each run; may be empty."""
-    lines: list[str] = []
-    for run in results:
-        if run.problem or run.ledger is None:
-            continue
-        redone = run.last_step - run.restored_step
-        ledger_redone = (run.ledger["last_step"] or 0) - (run.ledger["restored_step"] or 0)
-        pairs = [
-            f"{_seconds(run.ledger[part])} / {_seconds(known_s)}"
-            for part, known_s in (
-                ("stall_s", run.stall_s),
-                ("redone_s", run.redone_span_s),
-                ("down_s", run.gap_s),
-            )
-        ]
-        shown = [f"{run.size[:-2]} {run.size[-2:]}", *pairs, f"{ledger_redone:g} / {redone}"]
-        lines.append(f"| {' | '.join(shown)} |")
-    if not lines:
-        return ""
-    head = [
-        "| state | stall, s | redone, s | down, s | steps redone |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    return "\n".join(["`swansong loss` / witness:\n", *head, *lines]) + "\n"
-
-
-def _seconds(seconds: float | None) -> str:
-    return "?" if seconds is None else f"{seconds:.2f}"
 
 
 def settings_table(results: Sequence[Result]) -> str:

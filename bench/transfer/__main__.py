@@ -134,8 +134,7 @@ class Bench:
                 file.add(result)
                 speed = f"{result.size_bytes / 1e9:.2f} GB in {result.wall_s:.2f} s"
                 outcome = result.problem or (
-                    f"{speed}, {result.cpu_s_a_gb:.2f} CPU s/GB,"
-                    f" {result.anonymous_bytes / 1e6:.0f} MB"
+                    f"{speed}, {result.cpu_s_a_gb:.2f} CPU s/GB, {result.rss_bytes / 1e6:.0f} MB"
                 )
                 print(f"{case.name} {repeat + 1}/{repeats} {name}: {outcome}", file=sys.stderr)
         shutil.rmtree(self._data / "stage", ignore_errors=True)
@@ -210,8 +209,6 @@ class Bench:
             files=case.workload.count,
             cpu_s=taken.cpu_s,
             rss_bytes=taken.rss_bytes,
-            anonymous_bytes=taken.anonymous_bytes,
-            sink_cpu_s=seen.cpu_s,
             foreign_share=foreign_share,
             is_quiet=foreign_share <= FOREIGN_SHARE_MAX,
             problem=problem,

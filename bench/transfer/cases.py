@@ -71,16 +71,11 @@ def cases(*, is_quick: bool) -> list[Case]:
     """All cases, the most informative first."""
     if is_quick:
         large = Workload(name="large", count=1, size_bytes=128 * 2**20)
-        medium = Workload(name="medium", count=8, size_bytes=24 * 2**20)
         small = Workload(name="small", count=100, size_bytes=256 * 2**10)
-        same = Workload(name="same", count=2, size_bytes=12 * 2**20)
         faulty = Workload(name="faulty", count=16, size_bytes=64 * 2**20, is_sparse=True)
     else:
         large = Workload(name="large", count=1, size_bytes=4 * 2**30)
-        medium = Workload(name="medium", count=64, size_bytes=64 * 2**20)
         small = Workload(name="small", count=2000, size_bytes=256 * 2**10)
-        # As many bytes as in the small files.
-        same = Workload(name="same", count=32, size_bytes=16 * 2**20)
         faulty = Workload(name="faulty", count=80, size_bytes=256 * 2**20, is_sparse=True)
     wide = f"{REFERENCE} x 32"
     to_gcs = f"{OURS} to GCS"
@@ -94,7 +89,6 @@ def cases(*, is_quick: bool) -> list[Case]:
     faulty_lane = [one.name for one in CONTESTANTS.values() if one.is_for_faults]
     return [
         Case(operation="upload", workload=large, profile=DIRECT, contestants=every),
-        Case(operation="upload", workload=medium, profile=DIRECT, contestants=most),
         Case(operation="upload", workload=small, profile=DIRECT, contestants=most),
         Case(operation="download", workload=large, profile=DIRECT, contestants=most),
         Case(
@@ -104,16 +98,8 @@ def cases(*, is_quick: bool) -> list[Case]:
             contestants=[REFERENCE, to_gcs, "gcs transfer_manager"],
         ),
         Case(operation="upload", workload=large, profile=PACED, contestants=paced, repeats_max=2),
-        Case(operation="upload", workload=small, profile=PACED, contestants=paced, repeats_max=1),
-        Case(
-            operation="download", workload=medium, profile=DIRECT, contestants=most, repeats_max=1
-        ),
         Case(operation="download", workload=small, profile=DIRECT, contestants=most, repeats_max=1),
-        *(
-            Case(operation=operation, workload=workload, profile=LINK, contestants=[wide, OURS])
-            for operation in ("upload", "download")
-            for workload in (same, small)
-        ),
+        Case(operation="upload", workload=small, profile=LINK, contestants=[wide, OURS]),
         Case(
             operation="upload",
             workload=faulty,

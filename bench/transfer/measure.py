@@ -28,8 +28,6 @@ class Run:
     """User and system time of the transfer, with child processes."""
     rss_bytes: int
     """Peak resident memory of the process and its children, with mapped files."""
-    anonymous_bytes: int
-    """Peak anonymous memory, without mapped files."""
     busy_s: float
     """CPU seconds of the whole machine in that time."""
     own_cpu_s: float
@@ -109,7 +107,6 @@ def run(
         wall_s=wall_s,
         cpu_s=reported_cpu_s,
         rss_bytes=max(watcher.rss_bytes, used.ru_maxrss * 1024),
-        anonymous_bytes=watcher.anonymous_bytes,
         busy_s=busy_after - busy_before,
         own_cpu_s=own_after - own_before + cpu_s,
         elapsed_s=ended - began,
@@ -131,7 +128,6 @@ class _Watcher:
         self, pid: int, began: float, at_s: Mapping[float, Callable[[], None]], limit_s: float
     ) -> None:
         self.rss_bytes = 0
-        self.anonymous_bytes = 0
         self.is_cut = False
         self._pid = pid
         self._began = began
@@ -149,13 +145,7 @@ class _Watcher:
 
     def _watch(self) -> None:
         while not self._stop.wait(_POLL_S):
-            rss = anonymous = 0
-            for pid in _family(self._pid):
-                of_rss, of_anonymous = _memory_bytes(pid)
-                rss += of_rss
-                anonymous += of_anonymous
-            self.rss_bytes = max(self.rss_bytes, rss)
-            self.anonymous_bytes = max(self.anonymous_bytes, anonymous)
+            self.rss_bytes = max(self.rss_bytes, sum(map(_rss_bytes, _family(self._pid))))
             elapsed_s = time.monotonic() - self._began
             while self._due and elapsed_s >= self._due[0][0]:
                 self._due.pop(0)[1]()
@@ -175,12 +165,9 @@ def _family(pid: int) -> list[int]:
     return found
 
 
-def _memory_bytes(pid: int) -> tuple[int, int]:
-    rss = anonymous = 0
+def _rss_bytes(pid: int) -> int:
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmRSS:"):
-                rss = int(line.split()[1]) * 1024
-            elif line.startswith("RssAnon:"):
-                anonymous = int(line.split()[1]) * 1024
-    return rss, anonymous
+                return int(line.split()[1]) * 1024
+    return 0

@@ -15,9 +15,9 @@ import matplotlib.pyplot as plt
 
 CASES = {
     "upload-large-direct": "upload, 1 x 4 GiB",
-    "upload-medium-direct": "upload, 64 x 64 MiB",
     "upload-small-direct": "upload, 2,000 x 256 KiB",
     "download-large-direct": "download, 1 x 4 GiB",
+    "download-small-direct": "download, 2,000 x 256 KiB",
 }
 
 

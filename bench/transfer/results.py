@@ -32,8 +32,6 @@ class Result:
     files: int
     cpu_s: float
     rss_bytes: int
-    anonymous_bytes: int
-    sink_cpu_s: float
     foreign_share: float
     """CPU time of all other processes, as a share of one core."""
     is_quiet: bool
@@ -141,23 +139,19 @@ def _table(runs: Mapping[str, Sequence[Result]], case: Case) -> list[str]:
     unit = "files/s" if in_files else "GB/s"
     lines = [
         _title(case),
-        f"| | {unit} | of {reference_of(case)} | CPU s/GB | RSS (anonymous), MB | sink s/GB | n |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        f"| {_repeats(runs)} | {unit} | of {reference_of(case)} | CPU s/GB | RSS, MB |",
+        "| --- | --- | --- | --- | --- |",
     ]
     for name, of_one in runs.items():
         speeds = [r.files / r.wall_s if in_files else r.bytes_s / 1e9 for r in of_one]
         of_reference = ratios(runs, name, case)
         rss_mb = max(r.rss_bytes for r in of_one) / 1e6
-        anonymous_mb = max(r.anonymous_bytes for r in of_one) / 1e6
-        shown = f"**{name}**" if name.startswith(OURS) else name
         cells = [
-            shown,
+            _shown(name, of_one),
             median_and_spread(speeds, ",.0f" if in_files else ".2f"),
-            median_and_spread(of_reference, ".2f") if of_reference else "",
+            f"{statistics.median(of_reference):.2f}" if of_reference else "",
             f"{statistics.median(r.cpu_s_a_gb for r in of_one):.2f}",
-            f"{rss_mb:.0f} ({anonymous_mb:.0f})",
-            f"{statistics.median(r.sink_cpu_s / (r.size_bytes / 1e9) for r in of_one):.2f}",
-            _count(of_one),
+            f"{rss_mb:.0f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
@@ -169,8 +163,8 @@ def _faulty_table(runs: Mapping[str, Sequence[Result]], case: Case) -> list[str]
     total_gb = case.workload.total_bytes / 1e9
     lines = [
         _title(case),
-        f"| of {total_gb:.1f} GB | {' | '.join(heads)} | all stored after | CPU s/GB | faults | n |",
-        "| --- " * (len(heads) + 5) + "|",
+        f"| of {total_gb:.1f} GB, {_repeats(runs)} | {' | '.join(heads)} | all stored after | faults |",
+        "| --- " * (len(heads) + 3) + "|",
     ]
     for name, of_one in runs.items():
         stored = [statistics.median(r.whole_bytes_at_s[time] for r in of_one) for time in times]
@@ -180,20 +174,26 @@ def _faulty_table(runs: Mapping[str, Sequence[Result]], case: Case) -> list[str]
             end = f"gave up after {of_one[-1].wall_s:.0f} s"
         met = ", ".join(f"{count} {kind}" for kind, count in of_one[-1].faults.items())
         cells = [
-            f"**{name}**" if name.startswith(OURS) else name,
+            _shown(name, of_one),
             *(f"{count / 1e9:.1f}" for count in stored),
             end,
-            f"{statistics.median(r.cpu_s_a_gb for r in of_one):.2f}",
             met,
-            _count(of_one),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
 
 
-def _count(of_one: Sequence[Result]) -> str:
+def _repeats(runs: Mapping[str, Sequence[Result]]) -> str:
+    """``n=3``, or ``n=1-3`` if some contestants have fewer runs."""
+    counts = sorted({len(of_one) for of_one in runs.values()})
+    return "n=" + "-".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+
+
+def _shown(name: str, of_one: Sequence[Result]) -> str:
+    """The name for a table, with the number of runs on a machine that was not idle."""
     noisy = sum(not result.is_quiet for result in of_one)
-    return f"{len(of_one)}" + (f", {noisy} noisy" if noisy else "")
+    shown = f"**{name}**" if name.startswith(OURS) else name
+    return f"{shown} ({noisy} noisy)" if noisy else shown
 
 
 def write_page(name: str, text: str) -> None:
