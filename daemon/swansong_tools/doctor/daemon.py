@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 import time
 from collections.abc import Iterable, Mapping
@@ -317,7 +318,10 @@ def signal(vm: Installation) -> Judgement:
     try:
         pid = sender.examine()
     except SignalRefusal as refusal:
-        return failure(str(refusal), f"systemctl status {trainer.unit or fixes.unit().stem}")
+        if refusal.command:
+            return failure(refusal.reason, fixes.as_root(shlex.join(refusal.command)))
+        status = f"systemctl status {trainer.unit or fixes.unit().stem}"
+        return failure(refusal.reason, f"# {refusal.advice}" if refusal.advice else status)
     return ok(f"process {pid} handles {trainer.signal}")
 
 

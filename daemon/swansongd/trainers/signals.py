@@ -24,7 +24,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePath
 
@@ -61,7 +61,17 @@ _LAUNCHERS = re.compile(
 
 
 class SignalRefusal(Exception):
-    """The signal is not sent; ``str()`` is the reason and the fix."""
+    """The signal is not sent; ``str()`` is the reason and the advice.
+
+    Args:
+        reason: in one line.
+        advice: for the operator.
+        command: words of a command for root that puts it right.
+    """
+
+    def __init__(self, reason: str, advice: str = "", command: Sequence[str] = ()) -> None:
+        super().__init__(f"{reason}: {advice}" if advice else reason)
+        self.reason, self.advice, self.command = reason, advice, command
 
 
 class SignalSender:
@@ -223,7 +233,8 @@ class SignalSender:
         try:
             pidfd = peers.open_process(pid)
         except ProcessLookupError:
-            raise SignalRefusal(f"process {pid} has ended") from None
+            remove = () if self._pid_file is None else ("rm", "-f", str(self._pid_file))
+            raise SignalRefusal(f"process {pid} has ended", command=remove) from None
         try:
             self._check(pid)
         except BaseException:
@@ -234,26 +245,26 @@ class SignalSender:
     def _check(self, pid: int) -> None:
         if pid == _FIRST_PID or pid in peers.lineage(os.getpid()):
             raise SignalRefusal(
-                f"process {pid} is the daemon, one of its ancestors or the first process: "
-                "let the training script write its own pid to trainer.pid_file"
+                f"process {pid} is the daemon, one of its ancestors or the first process",
+                "let the training script write its own pid to trainer.pid_file",
             )
         foreign_uids = peers.uids_of(pid) - self._allowed_uids
         if foreign_uids:
             named = ", ".join(map(str, sorted(foreign_uids)))
             raise SignalRefusal(
-                f"process {pid} belongs to user id {named}, which is not in trainer.users: "
-                "add that user if the process is the trainer"
+                f"process {pid} belongs to user id {named}, which is not in trainer.users",
+                "add that user if the process is the trainer",
             )
         name = program(peers.command_line(pid))
         if _LAUNCHERS.fullmatch(name):
             raise SignalRefusal(
-                f"process {pid} is the launcher {name}, which would die or end the job: "
-                "let the training script write its own pid to trainer.pid_file"
+                f"process {pid} is the launcher {name}, which would die or end the job",
+                "let the training script write its own pid to trainer.pid_file",
             )
         if not peers.catches_signal(pid, self._number):
             raise SignalRefusal(
-                f"process {pid} has no handler for {self._name}, which would end it: "
-                "install one in the training script, or use the hooks"
+                f"process {pid} has no handler for {self._name}, which would end it",
+                "install one in the training script, or use the hooks",
             )
 
     def _resolve(self) -> int:
@@ -277,7 +288,7 @@ def configured_process(
         return _pid_from_file(pid_file, allowed_uids | {users.ROOT})
     if unit is not None:
         return _main_pid(unit)
-    raise SignalRefusal("the trainer's process is unknown: set trainer.pid_file or trainer.unit")
+    raise SignalRefusal("the trainer's process is unknown", "set trainer.pid_file or trainer.unit")
 
 
 def _pid_from_file(path: Path, owners: frozenset[int]) -> int:
@@ -286,18 +297,24 @@ def _pid_from_file(path: Path, owners: frozenset[int]) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise SignalRefusal(
-            f"the pid file {path} cannot be opened ({error.strerror}): the training script "
-            "writes it when it starts"
+            f"the pid file {path} cannot be opened ({error.strerror})",
+            "the training script writes it when it starts",
         ) from None
     try:
         facts = os.fstat(fd)
         if not stat.S_ISREG(facts.st_mode):
             raise SignalRefusal(f"the pid file {path} is not a regular file")
-        if facts.st_uid not in owners or facts.st_mode & _WRITABLE_BY_OTHERS:
+        if facts.st_uid not in owners:
             raise SignalRefusal(
-                f"the pid file {path} (owner {facts.st_uid}, mode {facts.st_mode & 0o777:o}) "
-                "must belong to root or one of trainer.users, and only its owner may write to it: "
-                f"chown it, or chmod 644 {path}"
+                f"the pid file {path} has owner {facts.st_uid}, not root or one of trainer.users",
+                "remove it: the training script writes it when it starts",
+                ("rm", "-f", str(path)),
+            )
+        if facts.st_mode & _WRITABLE_BY_OTHERS:
+            raise SignalRefusal(
+                f"the pid file {path} has mode {facts.st_mode & 0o777:o}, and only its owner may write to it",
+                f"chmod 644 {path}",
+                ("chmod", "644", str(path)),
             )
         match = _PID_FILE.fullmatch(os.read(fd, 64))
     finally:
