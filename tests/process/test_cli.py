@@ -689,7 +689,7 @@ def test_status_for_people(place: Place) -> None:
         "verdict -",
         "last commit generation 2 step 1200, 12.5 s ago",
         "replication lag 34 steps, 41 s, 1.23 GB",
-        "pending 2 MB in 1 sets",
+        "pending 2 MB in 1 set",
         "failed saves 2, the last one 4 min ago at step 1100 of rank 0: disk\\x1b full",
         "evacuation aws.spot: TAKE, flush, 87 s left",
         "daemon version 0.1.0, pid 77, up 25 h",
