@@ -79,7 +79,7 @@ NO_TRAINER = Margin(source="host", grace_s=25.0, spare_s=25.0, fits=False, probl
 @pytest.mark.parametrize(
     ("margins", "words"),
     [
-        pytest.param([ON_TIME], "SAFE", id="on time"),
+        pytest.param([ON_TIME], "SAFE is expected, with 71.4 s to spare", id="on time"),
         pytest.param([ON_TIME, TOO_LATE], "not SAFE: logind: 4.1 s short", id="too late"),
         pytest.param([ON_TIME, NO_TRAINER], "not SAFE: no trainer", id="another problem"),
         pytest.param([ON_TIME, replace(ON_TIME, fits=None)], "perhaps not SAFE", id="unknown"),
@@ -89,7 +89,7 @@ NO_TRAINER = Margin(source="host", grace_s=25.0, spare_s=25.0, fits=False, probl
 def test_the_first_line_says_whether_a_notice_now_would_be_safe(
     margins: list[Margin], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """SAFE for all kinds of notice, or the reason; no line has more than 80 columns without a terminal."""
+    """The forecast of the worst kind of notice; no line has more than 80 columns without a terminal."""
     print_status(replace(status(-5.0), margins=tuple(margins)))
     first, *others = capsys.readouterr().out.splitlines()
     assert re.match(rf"notice now +{words}", first)
@@ -323,6 +323,12 @@ def test_only_changes_are_lines() -> None:
     assert "verdict: -" in told
     assert "evacuation: aws.spot: terminate: TAKE, 119 s left" in told
     assert "evacuation: none" in list(changes(facts_of(notice), facts_of(calm)))
+
+
+def test_a_margin_with_a_problem_is_not_told_as_one_of_time() -> None:
+    """Without a trainer a notice is not "too late": it leaves 25 s."""
+    told = list(changes({}, facts_of(replace(status(-5.0), margins=(NO_TRAINER,)))))
+    assert "margin host: not SAFE: no trainer" in told
 
 
 def test_a_problem_is_a_line_when_it_begins_and_when_it_ends() -> None:

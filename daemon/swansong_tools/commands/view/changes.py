@@ -42,7 +42,10 @@ def facts_of(status: DaemonStatus) -> Facts:
         facts["store"] = _health(status.store)
     for margin in status.margins:
         spare = "" if margin.spare_s is None else f", {human_s(margin.spare_s)} to spare"
-        facts[f"margin {margin.source}"] = (_FITS[margin.fits], spare)
+        fits = (_FITS[margin.fits], spare)
+        facts[f"margin {margin.source}"] = (
+            ("not SAFE", f": {margin.problem}") if margin.problem else fits
+        )
     connected = sum(trainer.connected for trainer in status.trainers)
     facts["trainers"] = (f"{connected} connected", "")
     if status.mirror is not None:

@@ -121,7 +121,7 @@ def word(value: object) -> str:
 
 
 def _notice_now(status: DaemonStatus) -> Row:
-    """Whether a notice at this moment would end with SAFE, for all kinds of notice of this VM."""
+    """The forecast for a notice at this moment: the worst of the kinds of notice with a known length."""
     margins = status.margins
     short = next((margin for margin in margins if margin.fits is False), None)
     if short is not None:
@@ -129,7 +129,8 @@ def _notice_now(status: DaemonStatus) -> Row:
     if not margins or any(margin.fits is None for margin in margins):
         text = "perhaps not SAFE: save and bandwidth are not measured yet"
         return Row("notice now", text, WARNING, 12)
-    return Row("notice now", "SAFE", GOOD, 22)
+    spare_s = min(margin.spare_s or 0.0 for margin in margins)
+    return Row("notice now", f"SAFE is expected, with {human_s(spare_s)} to spare", GOOD, 22)
 
 
 def _notifications(status: NotificationsStatus) -> Iterator[Row]:
