@@ -16,7 +16,7 @@ from swansong_bucket.errors import ConfigError, FencedError, Unreachable
 from swansong_bucket.model import Health
 from swansongd import __version__
 from swansongd.observe.status import TrainerStatus
-from swansongd.trainers import unconnected
+from swansongd.trainers import peers, unconnected
 from swansongd.trainers.signals import SignalRefusal, SignalSender
 from swansongd.trainers.users import may_be_signalled
 
@@ -24,6 +24,7 @@ from swansong_tools.doctor import fixes
 from swansong_tools.doctor.findings import Judgement, failure, ok, skipped, warning
 from swansong_tools.doctor.installation import (
     TRAINER_GROUP,
+    Account,
     Installation,
     account,
     has_group,
@@ -244,14 +245,20 @@ def socket(vm: Installation) -> Judgement:
         group = fixes.as_root(f"chgrp {TRAINER_GROUP} {fixes.quoted(socket)}")
         fix = fixes.then(group, fixes.as_root(f"chmod 0660 {fixes.quoted(socket)}"))
         return failure(f"the trainers' group may not connect to {mode}", fix)
-    connected = _users_of(vm.status().trainers)
+    connected = _processes_of(vm.status().trainers)
     granted = _users_granted() if vm.by_systemd else {}
     granted_by, excluded = [], []
     for user in known:
-        if user.uid in connected or user.may("rw", socket):
+        process = connected.get(user.uid, user)
+        if user.may("rw", socket) or process.may("rw", socket):
             continue
         if user.name in granted and with_trainers(user).may("rw", socket):
             granted_by.append(f"{user.name} by SupplementaryGroups= of {granted[user.name]}")
+        elif closed := _closed_above(socket, process):
+            return failure(
+                f"{user.name} of trainer.users may not enter {closed}: no trainer can connect to {mode}",
+                fixes.as_root(f"chmod a+x {fixes.quoted(closed)}"),
+            )
         else:
             excluded.append(user.name)
     if excluded:
@@ -268,14 +275,24 @@ def socket(vm: Installation) -> Judgement:
     return ok("; ".join([mode, *granted_by]))
 
 
-def _users_of(trainers: Iterable[TrainerStatus]) -> set[int]:
-    """Uids of the connected trainers."""
-    uids = set()
+def _processes_of(trainers: Iterable[TrainerStatus]) -> dict[int, Account]:
+    """Users of the connected trainers with the groups of their processes, by uid.
+
+    A unit, a container or a login may have given them groups that the account does not have.
+    """
+    found = {}
     for trainer in trainers:
         with suppress(OSError):
             if trainer.connected:
-                uids.add(os.stat(f"/proc/{trainer.pid}").st_uid)
-    return uids
+                uid = os.stat(f"/proc/{trainer.pid}").st_uid
+                gid, *groups = peers.groups_of(trainer.pid)
+                found[uid] = Account(str(uid), uid, gid, tuple(groups))
+    return found
+
+
+def _closed_above(path: Path, user: Account) -> Path | None:
+    """The first directory above ``path`` that the user may not enter."""
+    return next((each for each in reversed(path.parents) if not user.may("x", each)), None)
 
 
 def _users_granted() -> dict[str, str]:

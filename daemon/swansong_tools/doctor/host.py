@@ -121,7 +121,7 @@ def unit(vm: Installation) -> Judgement:
 
 
 def judge_unit(facts: Mapping[str, str], *, stop_s: float) -> Judgement:
-    """Whether systemd gives the daemon enough time to stop, and supervises it.
+    """Whether systemd gives the daemon enough time to stop, waits until it is ready, and supervises it.
 
     Args:
         facts: properties from ``systemctl show``.
@@ -137,6 +137,12 @@ def judge_unit(facts: Mapping[str, str], *, stop_s: float) -> Judgement:
             fixes.drop_in("stop", f"TimeoutStopSec={stop_s + _STOP_RESERVE_S:.0f}s"),
         )
     found = f"TimeoutStopSec={_shown(timeout_s)}"
+    if (kind := facts.get("Type", "notify")) != "notify":
+        return warning(
+            f"{found}, Type={kind}: units after the daemon start before it is ready, and a start that hangs"
+            " counts as one",
+            fixes.drop_in("type", "Type=notify"),
+        )
     if seconds(facts.get("WatchdogUSec", "")) in (None, 0.0):
         return warning(
             f"{found}, no watchdog (WatchdogSec=)", fixes.drop_in("watchdog", "WatchdogSec=45s")

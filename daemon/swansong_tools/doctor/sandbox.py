@@ -37,7 +37,7 @@ _POLL_S = 0.05
 _SYSTEMCTL_S = 15.0
 _PROPERTIES = (
     "LoadState", "ActiveState", "Result", "ExecMainCode", "ExecMainStatus", "NRestarts", "MemoryMax",
-    "NeedDaemonReload", "TimeoutStopUSec", "WatchdogUSec", "ReadWritePaths", "ProtectSystem",
+    "NeedDaemonReload", "Type", "TimeoutStopUSec", "WatchdogUSec", "ReadWritePaths", "ProtectSystem",
 )  # fmt: skip
 # These settings override those of the daemon; user, environment, credentials, limits and sandbox stay.
 # systemd removes the runtime directory with the unit, even if the unit is killed.

@@ -110,6 +110,16 @@ def uids_of(pid: int) -> frozenset[int]:
     return frozenset(map(int, _status_field(pid, b"Uid").split()[:3]))
 
 
+def groups_of(pid: int) -> tuple[int, ...]:
+    """Effective and supplementary group ids of the process.
+
+    Raises:
+        OSError: its status cannot be read.
+    """
+    groups = [_status_field(pid, b"Gid").split()[1], *_status_field(pid, b"Groups").split()]
+    return tuple(map(int, groups))
+
+
 def lineage(pid: int) -> frozenset[int]:
     """The process and all its ancestors.
 

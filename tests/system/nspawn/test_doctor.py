@@ -78,6 +78,7 @@ THE_UNIT = [
         "systemctl stop swansongd; rm -r /run/swansong",
         "socket directory",
     ),
+    Setup("closed directory above a socket in use", "chmod 700 /run/swansong", "socket"),
     Setup("socket for root alone", "chmod 600 /run/swansong/trainer.sock", "socket"),
     Setup(
         "configuration refused, then put right",

@@ -362,10 +362,11 @@ def test_logind_delay(delay_s: float, shutdown_s: float | None, level: str) -> N
         ({"TimeoutStopUSec": "infinity"}, "ok"),
         ({"NRestarts": "7"}, "warning"),
         ({"WatchdogUSec": "0"}, "warning"),
+        ({"Type": "simple"}, "warning"),
     ],
 )
 def test_unit(change: dict[str, str], level: str) -> None:
-    """systemd must give the daemon enough time to stop."""
+    """systemd must give the daemon enough time to stop, wait until it is ready, and watch it."""
     assert judge_unit({**UNIT, **change}, stop_s=123.0).level == level
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from swansong_tools.doctor import daemon
 
+from testkit.other_users import needs_root
 from tests.unit.doctor.test_doctor import installation
 
 
@@ -42,9 +43,7 @@ signal.pause()
     "breaks",
     [
         writable_for_all,
-        pytest.param(
-            of_another_user, marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-        ),
+        pytest.param(of_another_user, marks=needs_root),
         stale,
     ],
 )
