@@ -55,11 +55,13 @@ def test_a_fix_of_the_pid_file_works_as_printed(
     vm = installation(trainer={"signal": "SIGUSR1", "pid_file": str(path)})
     with subprocess.Popen([sys.executable, "-c", HANDLES], stdout=subprocess.PIPE) as trainer:
         assert trainer.stdout is not None
-        trainer.stdout.readline()
-        breaks(path, trainer.pid)
-        judged = daemon.signal(vm)
-        assert judged.level == "failure"
-        subprocess.run(judged.fix.removeprefix("sudo "), shell=True, check=True)
-        after = daemon.signal(vm)
-        trainer.kill()
+        try:
+            trainer.stdout.readline()
+            breaks(path, trainer.pid)
+            judged = daemon.signal(vm)
+            assert judged.level == "failure"
+            subprocess.run(judged.fix.removeprefix("sudo "), shell=True, check=True)
+            after = daemon.signal(vm)
+        finally:
+            trainer.kill()
     assert after.level == ("ok" if path.exists() else "warning"), after.found
