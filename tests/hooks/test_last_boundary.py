@@ -76,11 +76,25 @@ def test_an_object_that_steps_before_the_optimizer_is_refused() -> None:
         loop.boundary.return_to()
 
 
-def test_an_object_whose_changes_cannot_be_seen_is_refused() -> None:
-    """Nothing is assumed of an object without counters."""
-    loop = Loop(tokens=_Opaque())
+class Opaque:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Around(Opaque, torch.optim.Optimizer):
+    """An optimizer around another one, without the hooks that ``Optimizer.__init__`` creates."""
+
+    def __init__(self) -> None: ...
+
+
+@pytest.mark.parametrize("other", [Opaque(), Around()], ids=["no counter", "no hooks"])
+def test_an_object_whose_changes_cannot_be_seen_is_refused(other: Any) -> None:
+    """Nothing is assumed of an object without counters, and of an optimizer whose steps are not seen."""
+    loop = Loop(other=other)
     loop.step()
-    with pytest.raises(RuntimeError, match="changed tokens"):
+    with pytest.raises(RuntimeError, match="changed other"):
         loop.boundary.return_to()
 
 
@@ -88,10 +102,3 @@ def test_before_the_first_step_nothing_is_saved() -> None:
     """A start that has completed no step is refused."""
     with pytest.raises(RuntimeError, match="no step is complete"):
         Loop().boundary.return_to()
-
-
-class _Opaque:
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...

@@ -29,6 +29,7 @@ from swansong.protocol import (
     PeerRequest,
     Request,
     Sealed,
+    Target,
     encode,
 )
 
@@ -267,6 +268,7 @@ def test_all_ranks_of_a_round_read_the_same_decision(
                 decision = take_part(
                     store,
                     f"{trial}/{number}",  # noqa: B023
+                    "r",
                     rank=rank,
                     world_size=world,  # noqa: B023
                     step=steps[rank],
@@ -285,11 +287,11 @@ def test_all_ranks_of_a_round_read_the_same_decision(
         for (_, steps, _, dead), made in zip(plans, decisions, strict=True):
             assert len(made) == world - len(dead), (seed, trial)
             assert len(set(made)) <= 1, (seed, trial, made)
-            if made and made[0].target is not None:
+            if made and isinstance(made[0], Target):
                 assert not dead, (seed, trial)
-                assert made[0].target == max(steps) + 1, (seed, trial)
+                assert made[0].step == max(steps) + 1, (seed, trial)
             if made:
-                outcomes["abort" if made[0].target is None else "target"] += 1
+                outcomes["target" if isinstance(made[0], Target) else "abort"] += 1
     assert min(outcomes.values()) > trials / 20, outcomes
 
 

@@ -67,7 +67,7 @@ def test_batch_and_forward_pass_are_measured(clock: Clock) -> None:
     """Without the wait for buffers before it; the usual time is the median of the last nine."""
     slow = Slow(clock)
     model = DistributedDataParallel(slow)
-    measured = OwnTime([{"no": "module"}, nn.Sequential(model)])
+    measured = OwnTime({"other": {"no": "module"}, "model": nn.Sequential(model)})
     assert measured.usual_s() is None
     step(measured, clock, model)
     assert measured.usual_s() == pytest.approx(0.5)
@@ -88,7 +88,7 @@ def test_batch_and_forward_pass_are_measured(clock: Clock) -> None:
 def test_one_step_in_a_second_is_measured(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(clock)
     model = DistributedDataParallel(slow)
-    measured = OwnTime([model])
+    measured = OwnTime({"model": model})
     marks: list[Any] = []
     monkeypatch.setattr(measured, "_measured", marks)
     monkeypatch.setattr(
@@ -106,7 +106,7 @@ def test_a_forward_pass_in_which_ranks_wait_is_not_measured(clock: Clock) -> Non
     synced = DistributedDataParallel(Slow(clock))
     synced.module.layers.append(nn.SyncBatchNorm(2))  # DDP itself refuses it on a CPU
     for model in (plain, synced):
-        measured = OwnTime([model])
+        measured = OwnTime({"model": model})
         measured.note_boundary()
         plain(torch.ones(1, 2))
         assert measured.usual_s() is None

@@ -11,7 +11,7 @@ import pytest
 import torch
 from swansong import bounds
 from swansong._checkpoint import redone
-from swansong._checkpoint.redone import RedoneSteps, StepComparison, compare, parsed
+from swansong._checkpoint.redone import RedoneSteps, compare, parsed
 from swansong._torch import digests
 from swansong.protocol import Compared, Digested, Message, Redone, RedoneQuery
 from swansong.state import Snapshots
@@ -31,7 +31,7 @@ def changed(**parts: str) -> dict[str, str]:
 
 def text_of(
     again: dict[int, dict[str, str]], before: dict[int, dict[str, str]] | None = None
-) -> StepComparison:
+) -> Compared:
     found = compare(before or dict.fromkeys(again, STEP), again)
     assert found is not None
     return found

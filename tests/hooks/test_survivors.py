@@ -48,7 +48,7 @@ def agreed(
 
     def take_part(rank: int, store: JobStore) -> None:
         ranks = ranks_of(rank, world_size)
-        found[rank] = agree(store, KEY, ranks, steps[rank], threading.Event())
+        found[rank] = agree(store, KEY, ranks, steps[rank])
 
     threads = [
         threading.Thread(target=take_part, args=each, daemon=True)
@@ -90,8 +90,8 @@ def test_a_rank_that_returns_finds_the_decision_and_is_not_in_it(
     """A hung rank that comes back changes nothing, also if it is a step ahead."""
     monkeypatch.setattr(survivors, "QUIET_S", 0.05)
     store = MemoryJobStore()
-    first = agree(store, KEY, ranks_of(0, 2), 7, threading.Event())
-    late = agree(store, KEY, ranks_of(1, 2), 8, threading.Event())
+    first = agree(store, KEY, ranks_of(0, 2), 7)
+    late = agree(store, KEY, ranks_of(1, 2), 8)
     assert first == late == Survivors(7, {0: 0})
 
 

@@ -146,9 +146,7 @@ class CheckedStart:
         self._ranks: dict[socket.socket, int] = {}
         """Rank of each connection, known after its Hello."""
         self._start_id = ""
-        """Id of the start, which rank 0 has drawn."""
-        self._without_start: list[socket.socket] = []
-        """Connections of ranks that do not know the start yet, and decline requests."""
+        """Id of the start, which rank 0 has drawn.  Ranks that do not know it yet decline requests."""
         self._pidfds: dict[int, int] = {}
         """By pid, for each process that sent a Hello: at the kill, the pid alone may be another process."""
         self._pid_of: dict[int, int] = {}
@@ -342,16 +340,14 @@ class CheckedStart:
         self._ranks[connection] = hello.rank
         run = self._run
         self._send(connection, protocol.Welcome("check", str(run.staging), run.starts))
-        self._without_start.append(connection)
         if hello.rank == 0:
             self._start_id = hello.start_id
         if self._start_id:
-            for each in self._without_start:
+            for each in self._ranks if hello.rank == 0 else [connection]:
                 self._send(each, protocol.StartDrawn(self._start_id))
                 # Before the answer to its restore query, so that it cannot have passed the step.
                 if self._is_requested:
                     self._send_request(each)
-            self._without_start.clear()
         self._check(hello, pid)
 
     def _check(self, hello: Hello, pid: int) -> None:
@@ -375,7 +371,7 @@ class CheckedStart:
         """Request a checkpoint; a second call does nothing."""
         if not self._is_requested:
             self._is_requested = True
-            for connection in self._ranks.keys() - set(self._without_start):
+            for connection in self._ranks if self._start_id else ():
                 self._send_request(connection)
 
     def _send_request(self, connection: socket.socket) -> None:

@@ -4,19 +4,20 @@
 Both distributions use this module: it belongs to the hooks, and the daemon imports it.  Standard library
 only, Python 3.10 and later.
 
-The type of a field is one of the aliases below, and :data:`FIELD_TYPES` has the range of each alias.
-:func:`build` checks the range.  :func:`fitted` clamps measurements and texts to the range.  Otherwise a
-loss of NaN, or an error message of a megabyte, would cost the sender its connection.
+The type of a field is one of the aliases below, each with its range.  :func:`build` checks the range.
+:func:`fitted` clamps measurements and texts to the range.  Otherwise a loss of NaN, or an error message of a
+megabyte, would cost the sender its connection.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from swansong import bounds
 from swansong.bounds import BoundsError
@@ -28,40 +29,6 @@ PREFIXES_MAX = 256
 _CAPABILITIES_MAX = 16
 KEYS_MAX = 1000
 """Keys of a JSON object, unknown fields included."""
-
-Step = int
-"""Number of completed optimizer steps; -1 if unknown."""
-Generation = int
-"""-1 if unknown."""
-Rank = int
-Ranks = int
-"""A number of ranks."""
-Node = int
-Nodes = int
-"""A number of VMs."""
-Count = int
-Version = int
-Bytes = int
-Seconds = float
-Metric = float
-Flag = bool
-Id = str
-"""At most 128 characters of letters, digits and ``_ . : / ~ @ + -``."""
-StartId = str
-"""An :data:`Id` that is not one of a process without hooks, which only the daemon draws."""
-Text = str
-"""Text for people; at most 4,096 characters."""
-PathText = str
-"""A path on this VM."""
-ShardPath = str
-"""See :func:`swansong.bounds.path`."""
-Capabilities = list[str]
-Prefixes = list[str]
-"""Beginnings of paths within a checkpoint; at most :data:`PREFIXES_MAX`."""
-StepDigests = list[str]
-"""See :func:`swansong.bounds.step_digest`; at most :data:`swansong.bounds.DIGESTS_MAX`."""
-Metrics = dict[str, float]
-Report = dict[str, Any]
 
 
 class ProtocolError(ValueError):
@@ -137,23 +104,16 @@ def _check_start_id(value: Any, name: str) -> str:
     return start_id
 
 
-def _check_capabilities(value: Any, name: str) -> list[str]:
-    found = bounds.items(value, name, _CAPABILITIES_MAX)
-    return [bounds.identifier(each, f"{name}[{number}]") for number, each in enumerate(found)]
+def _list(check: Callable[[Any, str], str], max_items: int) -> FieldType:
+    def check_all(value: Any, name: str) -> list[str]:
+        found = bounds.items(value, name, max_items)
+        return [check(each, f"{name}[{number}]") for number, each in enumerate(found)]
 
-
-def _check_prefixes(value: Any, name: str) -> list[str]:
-    found = bounds.items(value, name, PREFIXES_MAX)
-    return [bounds.prefix(each, f"{name}[{number}]") for number, each in enumerate(found)]
-
-
-def _check_step_digests(value: Any, name: str) -> list[str]:
-    found = bounds.items(value, name, bounds.DIGESTS_MAX)
-    return [bounds.step_digest(each, f"{name}[{number}]") for number, each in enumerate(found)]
+    return FieldType(check_all)
 
 
 def _fit_metrics(metrics: dict[str, Any]) -> dict[str, float]:
-    # The daemon reads these two names, so they come first if there are too many.
+    # The daemon reads these names, so they come first if there are too many.
     names = sorted(
         metrics, key=lambda name: name not in ("loss", "loss_is_finite", "loss_is_usual")
     )
@@ -166,50 +126,67 @@ def _fit_metrics(metrics: dict[str, Any]) -> dict[str, float]:
     return dict(list(fitted.items())[: bounds.METRICS_MAX])
 
 
-FIELD_TYPES = {
-    "Step": _clamped_integer(-1, bounds.STEP_MAX),
-    "Generation": _integer(-1, bounds.GENERATION_MAX),
-    "Rank": _integer(0, bounds.RANKS_MAX),
-    "Ranks": _integer(1, bounds.RANKS_MAX),
-    "Node": _integer(0, bounds.NODES_MAX),
-    "Nodes": _integer(1, bounds.NODES_MAX),
-    "Count": _integer(0, 2**31 - 1),
-    "Version": _integer(0, 2**31 - 1),
-    "Bytes": _clamped_integer(0, bounds.BYTES_MAX),
-    "Seconds": _clamped_number(0.0, bounds.SECONDS_MAX),
-    "Metric": _clamped_number(-bounds.METRIC_MAX, bounds.METRIC_MAX),
-    "Flag": FieldType(bounds.boolean),
-    "Id": FieldType(bounds.identifier),
-    "StartId": FieldType(_check_start_id),
-    "Text": _clamped_text(bounds.TEXT_CHARS_MAX),
-    "PathText": _clamped_text(bounds.TEXT_CHARS_MAX),
-    "ShardPath": FieldType(bounds.path),
-    "Capabilities": FieldType(_check_capabilities),
-    "Prefixes": FieldType(_check_prefixes),
-    "StepDigests": FieldType(_check_step_digests),
-    "Metrics": FieldType(bounds.metrics, _fit_metrics),
-    "Report": FieldType(lambda value, name: bounds.mapping(value, name, KEYS_MAX)),
-}
-"""By the name of the alias in a field's annotation, which is a string because of the __future__ import."""
+Step = Annotated[int, _clamped_integer(-1, bounds.STEP_MAX)]
+"""Number of completed optimizer steps; -1 if unknown."""
+Generation = Annotated[int, _integer(-1, bounds.GENERATION_MAX)]
+"""-1 if unknown."""
+Rank = Annotated[int, _integer(0, bounds.RANKS_MAX)]
+Ranks = Annotated[int, _integer(1, bounds.RANKS_MAX)]
+"""A number of ranks."""
+Node = Annotated[int, _integer(0, bounds.NODES_MAX)]
+Nodes = Annotated[int, _integer(1, bounds.NODES_MAX)]
+"""A number of VMs."""
+Count = Annotated[int, _integer(0, 2**31 - 1)]
+Version = Annotated[int, _integer(0, 2**31 - 1)]
+Bytes = Annotated[int, _clamped_integer(0, bounds.BYTES_MAX)]
+Seconds = Annotated[float, _clamped_number(0.0, bounds.SECONDS_MAX)]
+Metric = Annotated[float, _clamped_number(-bounds.METRIC_MAX, bounds.METRIC_MAX)]
+Flag = Annotated[bool, FieldType(bounds.boolean)]
+Id = Annotated[str, FieldType(bounds.identifier)]
+"""At most 128 characters of letters, digits and ``_ . : / ~ @ + -``."""
+StartId = Annotated[str, FieldType(_check_start_id)]
+"""An :data:`Id` that is not one of a process without hooks, which only the daemon draws."""
+Text = Annotated[str, _clamped_text(bounds.TEXT_CHARS_MAX)]
+"""Text for people; at most 4,096 characters."""
+PathText = Annotated[str, _clamped_text(bounds.TEXT_CHARS_MAX)]
+"""A path on this VM."""
+ShardPath = Annotated[str, FieldType(bounds.path)]
+"""See :func:`swansong.bounds.path`."""
+Capabilities = Annotated[list[str], _list(bounds.identifier, _CAPABILITIES_MAX)]
+Prefixes = Annotated[list[str], _list(bounds.prefix, PREFIXES_MAX)]
+"""Beginnings of paths within a checkpoint; at most :data:`PREFIXES_MAX`."""
+StepDigests = Annotated[list[str], _list(bounds.step_digest, bounds.DIGESTS_MAX)]
+"""See :func:`swansong.bounds.step_digest`; at most :data:`swansong.bounds.DIGESTS_MAX`."""
+Metrics = Annotated[dict[str, float], FieldType(bounds.metrics, _fit_metrics)]
+Report = Annotated[
+    dict[str, Any], FieldType(lambda value, name: bounds.mapping(value, name, KEYS_MAX))
+]
 
 
-def _field_type(item: dataclasses.Field[Any]) -> tuple[FieldType, bool]:
-    """Return the type of a field, and whether the field may be None."""
-    annotation = str(item.type)
-    name = annotation.removesuffix(" | None")
-    return FIELD_TYPES[name], name != annotation
+@functools.cache
+def field_types(kind: Any) -> dict[str, tuple[FieldType, bool]]:
+    """Return, by field of a message or manifest, its :class:`FieldType`, and whether it may be None."""
+    found = {}
+    hints = get_type_hints(kind, include_extras=True)
+    for item in dataclasses.fields(kind):
+        hint = hints[item.name]
+        is_optional = get_origin(hint) is not Annotated
+        bare = get_args(hint)[0] if is_optional else hint
+        found[item.name] = (bare.__metadata__[0], is_optional)
+    return found
 
 
-def build(kind: type[Any], body: dict[str, Any], what: str) -> Any:
+def build(kind: Any, body: dict[str, Any], what: str) -> Any:
     """Build a message or manifest from a JSON object.
 
     Raises:
         ProtocolError: a field is missing, has the wrong type, or is out of range.
     """
     values: dict[str, Any] = {}
+    types = field_types(kind)
     for item in dataclasses.fields(kind):
         if item.name in body:
-            field_type, is_optional = _field_type(item)
+            field_type, is_optional = types[item.name]
             value = body[item.name]
             try:
                 is_null = is_optional and value is None
@@ -228,15 +205,14 @@ def fitted(sent: Any) -> dict[str, Any]:
         ProtocolError: a field has the wrong type.
     """
     body: dict[str, Any] = {}
-    for item in dataclasses.fields(sent):
-        field_type, is_optional = _field_type(item)
-        value = getattr(sent, item.name)
+    for name, (field_type, is_optional) in field_types(sent.__class__).items():
+        value = getattr(sent, name)
         try:
             value = value if value is None else field_type.fit(value)
         except BoundsError as error:
             raise ProtocolError(str(error)) from None
         except (TypeError, AttributeError) as error:
-            raise ProtocolError(f"{item.name} is {bounds.shown(value)}: {error}") from None
+            raise ProtocolError(f"{name} is {bounds.shown(value)}: {error}") from None
         # Only seconds of NaN cannot be clamped.
-        body[item.name] = 0.0 if value is None and not is_optional else value
+        body[name] = 0.0 if value is None and not is_optional else value
     return body

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
@@ -29,7 +30,7 @@ from swansong._checkpoint.saver import CLOSE_PATIENCE_S, Saver
 from swansong._checkpoint.survivors import Divisible, save_without_lost_ranks
 from swansong._daemon.channel import HAS_DAEMON, TICK_S, WATCHFUL_TICK_S, socket_path
 from swansong._daemon.progress import PauseWatch, Reporter
-from swansong._daemon.session import DaemonSession
+from swansong._daemon.session import DaemonSession, GuardOptions
 from swansong._ranks.agreement import Due, Ranks, SaveRequest
 from swansong._ranks.environment import PositionError
 from swansong._ranks.job_store import warn_about_shared_store
@@ -43,7 +44,6 @@ from swansong.state import Snapshots, holding_generators, state_of
 
 RESTORE_ENV = "SWANSONG_RESTORE"
 """Environment variable with a directory to restore from.  It overrides the daemon."""
-KINDS = ("periodic", "emergency")
 FINISH_PATIENCE_S = 300.0
 """Longest wait of :meth:`Guard.finish` for the commit of the last state."""
 LEAVE_PATIENCE_S = 10.0
@@ -114,16 +114,8 @@ def attach(
     warn_about_shared_store(ranks)
     if every_s is not None and ranks.world_size > 1:
         raise ValueError("several ranks cannot agree on every_s=; use every_steps=")
-    return Guard(
-        ranks=ranks,
-        run=run,
-        state=state_of(state, save, load),
-        every_steps=every_steps,
-        every_s=every_s,
-        socket=socket,
-        stop_after_save=stop_after_save,
-        spike=spike,
-    )
+    options = GuardOptions(run, every_steps, every_s, socket, stop_after_save, spike)
+    return Guard(ranks, state_of(state, save, load), options)
 
 
 class Guard:
@@ -133,28 +125,16 @@ class Guard:
     nothing is saved.  One thread, that of the training loop, may call the methods.
     """
 
-    def __init__(
-        self,
-        *,
-        ranks: Ranks,
-        run: str,
-        state: Snapshots,
-        every_steps: int | None,
-        every_s: float | None,
-        socket: str | os.PathLike[str] | None,
-        stop_after_save: bool,
-        spike: float | None,
-    ) -> None:
+    def __init__(self, ranks: Ranks, state: Snapshots, options: GuardOptions) -> None:
         self._ranks = ranks
+        self._options = options
         state.ranks = ranks
         state.rehearse()
         self._state = state
         has_boundary = type(state).note_boundary is not Snapshots.note_boundary
         self._note_boundary = state.note_boundary if has_boundary else None
         self._saver = Saver(self._snapshot, in_background=state.in_background)
-        self._every_s = every_s
-        self._stop_after_save = stop_after_save
-        self._health = LossMonitor(spike)
+        self._health = LossMonitor(options.spike)
         self._rolled_back_to = -1
         """The newest step that a rollback has returned to."""
         self._rollbacks = 0
@@ -174,25 +154,12 @@ class Guard:
         self._is_opening = True
         self._is_prepared = False
         """Whether the state has prepared for copies."""
-        self._session = DaemonSession(
-            ranks,
-            run=run,
-            every_steps=every_steps,
-            plans_periodic=every_steps is not None or every_s is not None,
-            trains_on=not stop_after_save,
-            socket=socket,
-            tick=self._tick,
-        )
-        self._agreement = self._session.agreement
-        self._redone = self._session.redone
+        self._use(DaemonSession(ranks, options, self._tick))
         self._reports = 0
         """Number of calls of :meth:`step`: its step number may stay the same."""
         self._noted_report = 0
         """The last one at which the state has noted its boundary: only a daemon asks for it."""
         state.count_steps_with(lambda: self._reports)
-        self._reporter = Reporter(self._session.channel.send, self._session.start)
-        self._reporting = threading.Lock()
-        """Held while a start is reported: a tick must not report a step of the start before as one of it."""
         self._pauses = PauseWatch()
         self._session.channel.start()
         self._has_left = False
@@ -202,6 +169,15 @@ class Guard:
             self._termination.start()
         _guards.add(self)
         atexit.register(self._exit)
+
+    def _use(self, session: DaemonSession) -> None:
+        """Take a session that is not connected yet."""
+        self._session = session
+        self._agreement = session.agreement
+        self._redone = session.redone
+        self._reporter = Reporter(session.channel.send, session.start)
+        self._reporting = threading.Lock()
+        """Held while a start is reported: a tick must not report a step of the start before as one of it."""
 
     # ------------------------------------------------------------ the training loop
 
@@ -274,23 +250,17 @@ class Guard:
             self._write_when_whole(due, step)
         return self._agreement.current
 
-    def save(self, step: int, kind: str = "periodic") -> bool:
-        """Save the state of this rank now.
+    def save(self, step: int) -> bool:
+        """Save the state of this rank now; the last checkpoint of a run is that of :meth:`finish`.
 
         Args:
             step: number of completed optimizer steps.
-            kind: ``periodic`` or ``emergency``; the last checkpoint of a run is that of :meth:`finish`.
 
         Returns:
             True if this rank's part is in staging, or copied (see :meth:`wait_saved`).  False if the save
             failed, or without a daemon.
-
-        Raises:
-            ValueError: ``kind`` has another value.
         """
-        if kind not in KINDS:
-            raise ValueError(f"kind={kind!r} is not one of {KINDS}")
-        return self._write(Due(kind), int(step))
+        return self._write(Due("periodic"), int(step))
 
     def wait_saved(self, limit_s: float = CLOSE_PATIENCE_S) -> bool:
         """Wait until all copies are in staging, as :meth:`close` does.
@@ -606,7 +576,7 @@ class Guard:
         is_emergency = due.kind == "emergency" and not is_end
         if is_taken:
             self._redone.saved(step)
-        self._should_stop |= is_taken and self._stop_after_save and is_emergency
+        self._should_stop |= is_taken and self._options.stop_after_save and is_emergency
         return is_taken
 
     @contextlib.contextmanager
@@ -720,7 +690,8 @@ class Guard:
 
     def _tick(self) -> None:
         cost = self._saver.cost
-        if self._every_s is not None and time.monotonic() - cost.saved_mono_s >= self._every_s:
+        every_s = self._options.every_s
+        if every_s is not None and time.monotonic() - cost.saved_mono_s >= every_s:
             self._agreement.periodic_is_due()
         with self._reporting:
             step = int(self._agreement.step)
@@ -805,9 +776,10 @@ class Guard:
         self._closed = True
         if self._termination is not None:
             self._termination.forked()
-        self._reporting = threading.Lock()  # a lost thread may hold the old one
-        self._session.forked()
-        self._agreement = self._session.agreement
+        self._session.channel.close_in_child()
+        # At the fork, a thread that is lost now may have held the locks of the old one.
+        options = dataclasses.replace(self._options, run=self._session.run)
+        self._use(DaemonSession(self._ranks, options, self._tick))
 
 
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()

@@ -23,11 +23,10 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from swansong import bounds, openat
 from swansong.fields import (
-    FIELD_TYPES,
     KEYS_MAX,
     VERSION,
     Bytes,
@@ -197,7 +196,7 @@ def _check_files(value: Any, name: str) -> list[FileEntry]:
     ]
 
 
-FIELD_TYPES["list[FileEntry]"] = FieldType(_check_files, _fit_files)
+Files = Annotated[list[FileEntry], FieldType(_check_files, _fit_files)]
 
 
 @dataclass(frozen=True)
@@ -208,7 +207,7 @@ class RankManifest:
     step: Step
     kind: Id
     """``periodic``, ``emergency`` or ``final``."""
-    files: list[FileEntry]
+    files: Files
     rank: Rank = 0
     world_size: Ranks = 1
     local_world_size: Ranks = 1

@@ -88,12 +88,13 @@ class SwansongCallback(pl.Callback):  # type: ignore[misc]
         epoch_loop = trainer.fit_loop.epoch_loop
         self._advance_end = epoch_loop.on_advance_end
         epoch_loop.on_advance_end = lambda *fetcher: self._between_batches(trainer, *fetcher)
-        if self._state.was_restored:
-            self._restored(trainer)
+        if self._state.extras.restored is not None:
+            self._restored(trainer, self._state, self._state.extras.restored)
 
-    def _restored(self, trainer: pl.Trainer) -> None:
+    def _restored(
+        self, trainer: pl.Trainer, state: LightningState, restored: dict[str, Any]
+    ) -> None:
         """Let the training continue after the restored batch: none of Lightning's own restarts fits."""
-        assert self._state is not None
         connector = trainer._checkpoint_connector  # noqa: SLF001 - here and below: it has no public name
         if connector._loaded_checkpoint:  # noqa: SLF001
             if trainer.strategy.restore_checkpoint_after_setup:
@@ -106,8 +107,8 @@ class SwansongCallback(pl.Callback):  # type: ignore[misc]
             )
             connector._loaded_checkpoint = {}  # noqa: SLF001
         _warn_of_missing_files(trainer)
-        if self._state.is_finished:
-            trainer.should_stop = self._state.should_stop
+        if not restored["is_between_batches"]:
+            trainer.should_stop = restored["progress"]["should_stop"]
             log.warning(
                 "the restored checkpoint is that of the end of fit; see max_epochs and max_steps"
             )
@@ -121,11 +122,10 @@ class SwansongCallback(pl.Callback):  # type: ignore[misc]
             )  # the work after the last step is not done yet
 
         def resume(*_: Any) -> None:
-            assert self._state is not None
             epoch_loop.advance, epoch_loop.max_steps = advance, max_steps
             for loop in (fit_loop, epoch_loop, epoch_loop.val_loop):
                 loop._restarting = False  # noqa: SLF001
-            self._state.resume()
+            state.resume()
             self._is_resumed = True
 
         epoch_loop.advance = resume
@@ -191,7 +191,7 @@ class SwansongCallback(pl.Callback):  # type: ignore[misc]
 
     def on_validation_batch_end(self, *_: Any) -> None:
         state, guard = self._state, self.guard
-        if state is None or guard is None or not state.is_between_batches:
+        if state is None or guard is None or not state.extras.is_between_batches:
             return
         if guard.request is None or state.can_save():
             guard.poll()

@@ -50,10 +50,10 @@ from swansong.fields import (
 MAX_MESSAGE_BYTES = 65536
 DEFAULT_SOCKET = "/run/swansong/trainer.sock"
 SOCKET_ENV = "SWANSONG_SOCKET"
+"""Environment variable with the path of another socket for the hooks."""
 CHECK_ENV = "SWANSONG_CHECK"
 """Asks a fresh run to check that it can be resumed.  In the processes of that check, and of
 :func:`swansong.testing.check_resume`, it is the path of a socket, which overrides all others."""
-"""Environment variable with the path of another socket for the hooks."""
 
 
 PARENT_NONE = "none"

@@ -31,25 +31,27 @@ GENERATORS = "swansong-generators.json"
 """Name of the file with the global generators, beside the files of a save function."""
 _ARRAY_NAME = re.compile(r"^array-\d{5,9}\.npy$")
 _WAY_OUT = "keep it out of the state, turn it into arrays and plain values, or give attach() save= and load="
+_PLAIN_MAX = 64
+"""A longer tuple in the state of a generator consists of words of 32 bits."""
 _TORCH = "pass the objects of PyTorch in a swansong.torch.TrainingState"
 
 log = logging.getLogger("swansong")
 
 
-def save_tree(directory: str | os.PathLike[str], tree: object) -> None:
-    """Write ``tree`` into an existing directory.
+def save_tree(directory: str | os.PathLike[str], tree: object, name: str = INDEX) -> None:
+    """Write ``tree`` into an existing directory, with a new index of this name.
 
     Raises:
         TypeError: the tree contains another type than those above; names its place in the tree.
-        OSError: the file system returned an error.
+        OSError: the file system returned an error, or the index exists.
     """
     directory = os.fspath(directory)
     index = {"format": FORMAT, "tree": encode_tree(tree, "state", _Arrays(directory).put)}
-    with open(os.path.join(directory, INDEX), "w", encoding="utf-8") as file:
+    with open(os.path.join(directory, name), "x", encoding="utf-8") as file:
         json.dump(index, file, allow_nan=False, separators=(",", ":"))
 
 
-def load_tree(directory: str | os.PathLike[str]) -> Any:
+def load_tree(directory: str | os.PathLike[str], name: str = INDEX) -> Any:
     """Return the tree that :func:`save_tree` wrote into ``directory``.
 
     Raises:
@@ -57,10 +59,10 @@ def load_tree(directory: str | os.PathLike[str]) -> Any:
         OSError: a file is missing or cannot be read.
     """
     directory = os.fspath(directory)
-    with open(os.path.join(directory, INDEX), encoding="utf-8") as file:
+    with open(os.path.join(directory, name), encoding="utf-8") as file:
         index = json.load(file)
     if not isinstance(index, dict) or index.get("format") != FORMAT:
-        raise ValueError(f"{INDEX} is not a state index of format {FORMAT}")
+        raise ValueError(f"{name} is not a state index of format {FORMAT}")
     return decode_tree(index.get("tree"), _Arrays(directory).get)
 
 
@@ -320,26 +322,13 @@ class Functions(Snapshots):
         """
         self._load(directory)
         # Last, because the load function may draw random numbers.
-        with contextlib.suppress(FileNotFoundError), open(directory / GENERATORS, "rb") as file:
-            set_generators(decode_tree(json.load(file), _no_reference))
+        with contextlib.suppress(FileNotFoundError):
+            set_generators(unpack(load_tree(directory, GENERATORS)))
 
     def _write(self, directory: Path) -> None:
-        generators = json.dumps(
-            encode_tree(_without_tensors(take_generators()), "the generators", _as_list)
-        )
+        generators = pack(take_generators())
         self._save(directory)
-        with open(directory / GENERATORS, "x", encoding="utf-8") as file:
-            file.write(generators)
-
-
-def _as_list(value: Any, _path: str) -> Any:
-    return {"list": value.tolist()}
-
-
-def _no_reference(word: str, value: Any) -> Any:
-    if word != "list":
-        raise ValueError(f"{GENERATORS} contains {word!r:.40}, which this version cannot read")
-    return value
+        save_tree(directory, generators, GENERATORS)
 
 
 _held: dict[str, Any] | None = None
@@ -380,7 +369,7 @@ def take_generators() -> dict[str, Any]:
 
 
 def set_generators(generators: Mapping[str, Any]) -> None:
-    """Set the generators to states that :func:`take_generators` returned.  Tensors may be given as bytes."""
+    """Set the generators to states that :func:`take_generators` returned."""
     random.setstate(generators["python"])
     if "numpy" in generators:
         import numpy as np  # noqa: PLC0415 - only if the script that saved used it
@@ -389,25 +378,44 @@ def set_generators(generators: Mapping[str, Any]) -> None:
     if "torch" in generators:
         import torch  # noqa: PLC0415 - only if the script that saved used it
 
-        def as_tensor(state: Any) -> Any:
-            if isinstance(state, torch.Tensor):
-                return state
-            return torch.tensor(list(state), dtype=torch.uint8, device="cpu")
-
-        torch.set_rng_state(as_tensor(generators["torch"]))
+        torch.set_rng_state(generators["torch"])
         devices = generators.get("cuda", ()) if torch.cuda.is_available() else ()
         for device, state in enumerate(devices[: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(as_tensor(state), device)
+            torch.cuda.set_rng_state(state, device)
 
 
-def _without_tensors(generators: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states with bytes for tensors."""
-    plain = dict(generators)
-    if "torch" in plain:
-        plain["torch"] = bytes(plain["torch"].tolist())
-    if "cuda" in plain:
-        plain["cuda"] = [bytes(each.tolist()) for each in plain["cuda"]]
-    return plain
+def pack(tree: Any) -> Any:
+    """Return states of generators without tensors and arrays, for an index in JSON."""
+    if isinstance(tree, dict):
+        return {key: pack(item) for key, item in tree.items()}
+    if isinstance(tree, tuple) and len(tree) > _PLAIN_MAX:
+        return {"words": struct.pack(f"<{len(tree)}I", *tree)}
+    if isinstance(tree, tuple | list):
+        return type(tree)(pack(item) for item in tree)
+    if not (hasattr(tree, "dtype") and tree.ndim):
+        return tree
+    if hasattr(tree, "tobytes"):
+        return {"array": tree.tobytes(), "dtype": tree.dtype.str}
+    return {"torch": bytes(tree.tolist())}
+
+
+def unpack(tree: Any) -> Any:
+    """Return the states that :func:`pack` packed."""
+    if isinstance(tree, tuple | list):
+        return type(tree)(unpack(item) for item in tree)
+    if not isinstance(tree, dict):
+        return tree
+    if tree.keys() == {"torch"}:
+        import torch  # noqa: PLC0415 - only if the script that saved used it
+
+        return torch.tensor(list(tree["torch"]), dtype=torch.uint8, device="cpu")
+    if tree.keys() == {"words"}:
+        return struct.unpack(f"<{len(tree['words']) // 4}I", tree["words"])
+    if tree.keys() == {"array", "dtype"}:
+        import numpy as np  # noqa: PLC0415 - only if the script that saved used it
+
+        return np.frombuffer(tree["array"], np.dtype(tree["dtype"])).copy()
+    return {key: unpack(item) for key, item in tree.items()}
 
 
 def has_bit_generator(item: Any) -> bool:
@@ -416,6 +424,25 @@ def has_bit_generator(item: Any) -> bool:
     ``hasattr()`` is also true for objects whose ``__getattr__`` accepts any name, such as ignite's metrics.
     """
     return inspect.getattr_static(item, "bit_generator", None) is not None
+
+
+@contextlib.contextmanager
+def trying(action: str, name: str, item: Any) -> Iterator[None]:
+    """Name the object in an error.
+
+    Args:
+        action: ``save`` or ``load``.
+        name: of the object.
+        item: the object, without wrappers.
+
+    Raises:
+        TypeError: the block raised an error.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise TypeError(f"cannot {action} {name}, a {type(item).__qualname__}: {reason}") from error
 
 
 class Container:
@@ -511,19 +538,14 @@ class Bundle(Snapshots):
         Raises:
             TypeError: an object returns a state that cannot be saved.
         """
-        for name in self._objects:
-            try:
+        for name, item in self._objects.items():
+            with trying("save", name, item):
                 encode_tree(self._state_of(name), f"state[{name!r}]", _Arrays("").check)
-            except Exception as error:
-                raise TypeError(
-                    f"cannot save {name}, a {type(self._objects[name]).__qualname__}:"
-                    f" {type(error).__name__}: {error}"
-                ) from error
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write all objects and the global random generators."""
         states = {name: self._state_of(name) for name in self._objects}
-        save_tree(directory, {"objects": states, "random": _without_tensors(take_generators())})
+        save_tree(directory, {"objects": states, "random": pack(take_generators())})
 
     def _state_of(self, name: str) -> Any:
         item = self._objects[name]
@@ -545,7 +567,7 @@ class Bundle(Snapshots):
             else:
                 item.bit_generator.state = states[name]
         # Last, because loading the objects may draw random numbers.
-        set_generators(generators)
+        set_generators(unpack(generators))
 
 
 def check_names(saved: Set[str], loaded: Set[str]) -> None:

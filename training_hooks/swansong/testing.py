@@ -121,10 +121,8 @@ def check_resume(
         limit_s,
         is_verbose,
     )
-    if directory is not None:
-        return _compare(trainer, steps, kill_at, Path(directory), ignoring)
     with tempfile.TemporaryDirectory(prefix="swansong-check-") as temporary:
-        return _compare(trainer, steps, kill_at, Path(temporary), ignoring)
+        return _compare(trainer, steps, kill_at, Path(directory or temporary), ignoring)
 
 
 def _summary(report: ResumeReport) -> str:

@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from swansong._checkpoint.survivors import Divisible
 from swansong._ranks.agreement import Ranks
@@ -43,26 +42,24 @@ from swansong._torch.boundary import StepBoundary
 from swansong._torch.checkpoint_set import CheckpointSet
 from swansong._torch.collector import Collector
 from swansong._torch.compile_cache import ARCHIVE, CompileCache, requested_cache
-from swansong._torch.digests import gpus_of, of_step, of_weights
+from swansong._torch.digests import of_step, of_weights
 from swansong._torch.end_of_loop import EndOfLoop
 from swansong._torch.generators import is_generator
 from swansong._torch.index import FORMAT, INDEX, encode_index
+from swansong._torch.kinds import ddp_modules, gpus_of, modules_of, of_kind, optimizers_of
 from swansong._torch.last_boundary import LastBoundary
 from swansong._torch.loader import ResumableLoader
 from swansong._torch.modules import FSDP1, FSDP2, contains, unwrap
 from swansong._torch.nonfinite import NonFiniteSearch, requested_search
 from swansong._torch.objects import (
     OTHERS,
+    SavedRank,
     Targets,
     getter,
     has_known_layout,
     is_node_of_optimizer,
-    load_module_from,
-    load_optimizer_from,
     param_of,
     params_of,
-    read,
-    read_others,
     set_state,
     state_of,
     take_module,
@@ -71,7 +68,7 @@ from swansong._torch.objects import (
 from swansong._torch.order import OrderWatch
 from swansong._torch.outside import OutsideWatch, all_of_process
 from swansong._torch.own_time import OwnTime
-from swansong._torch.rehearsal import check_module, check_relations, trying, warn_about_loaders
+from swansong._torch.rehearsal import check_module, check_relations, warn_about_loaders
 from swansong._torch.sharding import is_sharded, writers
 from swansong._torch.structure import (
     Options,
@@ -87,7 +84,14 @@ from swansong._torch.structure import (
 )
 from swansong.fields import PREFIXES_MAX
 from swansong.layout import rank_directory
-from swansong.state import by_name, check_names, decode_tree, set_generators, take_generators
+from swansong.state import (
+    by_name,
+    check_names,
+    decode_tree,
+    set_generators,
+    take_generators,
+    trying,
+)
 
 __all__ = ["ResumableLoader", "TrainingState", "load_weights", "seed_all", "shield_worker"]
 
@@ -184,20 +188,20 @@ class TrainingState(Divisible):
         """The structure of the objects at the last restore, where a resumed run loads a checkpoint."""
         self._saved_modes: dict[str, dict[str, str]] = {}
         """The modes of modules in the checkpoint that was loaded, until the first step."""
-        self._boundary = StepBoundary(self._objects.values())
+        self._boundary = StepBoundary(self._objects)
         self._last_boundary: LastBoundary | None = None
         self._lost: frozenset[int] = frozenset()
         self._arrived: ArrivedTensors | None = None
-        self._search: NonFiniteSearch | None = None
-        self._own_time = OwnTime([])
+        self._own_time = OwnTime({})
+        self._with_hooks: list[OrderWatch | OwnTime | LastBoundary | NonFiniteSearch] = []
+        """The objects that have hooks in the modules and optimizers."""
         self._compile_cache: CompileCache | None = None
 
     def count_steps_with(self, completed_steps: Callable[[], int]) -> None:
         """Give the loaders the function that returns the number of reported steps."""
-        for item in self._objects.values():
-            if isinstance(item, ResumableLoader):
-                item.completed_steps = completed_steps
-                ResumableLoader.saved.add(item)
+        for loader in of_kind(self._objects, ResumableLoader).values():
+            loader.completed_steps = completed_steps
+            ResumableLoader.saved.add(loader)
 
     # ------------------------------------------------------------ before the first step
 
@@ -209,25 +213,21 @@ class TrainingState(Divisible):
             ValueError: the objects do not belong together.
         """
         check_relations(self._objects)
-        own_layout = [name for name, item in self._objects.items() if _has_own_layout(item)]
-        self._rehearse(but=own_layout)
-        for name, item in self._objects.items():
-            if isinstance(item, torch.nn.Module):
-                with trying("load", name, item):
-                    check_module(item)
-        if self._watch is not None:  # of an earlier guard
-            self._watch.end()
+        optimizers = optimizers_of(self._objects)
+        self._rehearse(but=[name for name, each in optimizers.items() if _has_own_layout(each)])
+        for name, module in modules_of(self._objects).items():
+            with trying("load", name, unwrap(module)):
+                check_module(module)
+        for each in self._with_hooks:  # of an earlier guard
+            each.end()
         self._watch = OrderWatch(self._objects)
-        if self._last_boundary is not None:
-            self._last_boundary.end()
-        if self._search is not None:
-            self._search.end()
-        self._search = requested_search(self._objects, self.ranks.rank)
-        self._compile_cache = requested_cache()
-        self._own_time.end()
         several = self.ranks.world_size > 1
-        self._own_time = OwnTime(self._objects.values() if several else [])
+        self._own_time = OwnTime(self._objects if several else {})
         self._last_boundary = LastBoundary(self._objects, self.values) if several else None
+        search = requested_search(self._objects, self.ranks.rank)
+        made = (self._watch, self._own_time, self._last_boundary, search)
+        self._with_hooks = [each for each in made if each is not None]
+        self._compile_cache = requested_cache()
 
     def before_restore(self) -> None:
         """Note the structure that a checkpoint must have, and warn if training has begun since attach()."""
@@ -238,8 +238,7 @@ class TrainingState(Divisible):
                 "an optimizer stepped between attach() and restore(): a resume loses these steps; call"
                 " restore() before the first step"
             )
-        loaders = [each for each in self._objects.values() if isinstance(each, ResumableLoader)]
-        if any(loader.has_begun for loader in loaders):
+        if any(loader.has_begun for loader in of_kind(self._objects, ResumableLoader).values()):
             log.warning(
                 "iter() was called on the loader before restore(): a resumed run cannot use that iterator;"
                 " call restore() before the first iter()"
@@ -264,9 +263,8 @@ class TrainingState(Divisible):
             return set()
         layouts = {
             (tensor.device_mesh, tuple(tensor.placements))
-            for item in self._objects.values()
-            if isinstance(item, torch.nn.Module)
-            for tensor in item.state_dict().values()
+            for module in modules_of(self._objects).values()
+            for tensor in module.state_dict().values()
             if is_sharded(tensor)
         }
         return set(ranks).union(*(writers(*layout, ranks) for layout in layouts))
@@ -368,7 +366,7 @@ class TrainingState(Divisible):
 
         The training loop may gather them until it blocks, in a collective or before the next optimizer step.
         """
-        modules = [item for item in self._objects.values() if isinstance(item, torch.nn.Module)]
+        modules = modules_of(self._objects).values()
         has_shards = any(contains(module, FSDP2) for module in modules)
         give_up_mono_s = time.monotonic() + REST_LIMIT_S
         while True:
@@ -400,11 +398,8 @@ class TrainingState(Divisible):
         """Names of the DDP modules on a part of the ranks: the lost ranks may have held others."""
         return [
             f"the counterpart of {name} on the ranks outside its process group"
-            for name, item in self._objects.items()
-            if isinstance(item, torch.nn.Module)
-            for module in item.modules()
-            if isinstance(module, DistributedDataParallel)
-            and module.process_group.size() != self.ranks.world_size
+            for name, module in ddp_modules(self._objects)
+            if module.process_group.size() != self.ranks.world_size
         ]
 
     def _rehearse(self, but: Collection[str] = ()) -> list[TensorPiece]:
@@ -468,7 +463,7 @@ class TrainingState(Divisible):
         for name, item in self._objects.items():
             if name in but:
                 continue
-            with trying("save", name, item):
+            with trying("save", name, unwrap(item)):
                 if isinstance(item, torch.nn.Module):
                     collector = self._collector(
                         name, lambda _key, tensor: tensor.data_ptr() in common
@@ -516,10 +511,7 @@ class TrainingState(Divisible):
             return set()
         return {
             parameter.data_ptr()
-            for item in self._objects.values()
-            if isinstance(item, torch.nn.Module)
-            for module in item.modules()
-            if isinstance(module, DistributedDataParallel)
+            for _, module in ddp_modules(self._objects)
             for name, parameter in module.module.named_parameters()
             if parameter.numel() and name not in module.parameters_to_ignore
         }
@@ -529,7 +521,7 @@ class TrainingState(Divisible):
     @contextlib.contextmanager
     def keeping_loaders(self) -> Iterator[None]:
         """While the context is open, :meth:`load` leaves each :class:`ResumableLoader` as it is."""
-        if not any(isinstance(item, ResumableLoader) for item in self._objects.values()):
+        if not of_kind(self._objects, ResumableLoader):
             raise ValueError("skip_batches=True needs a ResumableLoader in the TrainingState")
         self._keeps_loaders = True
         try:
@@ -555,8 +547,9 @@ class TrainingState(Divisible):
         targets = Targets(self._objects) if arrived is None else arrived.targets
         is_resized = found.job_size != self.ranks.world_size
         source = found.source_of(self.ranks.rank)
+        saved = SavedRank(found, source, targets)
         is_new = self.ranks.rank in found.lost or self.ranks.rank >= found.job_size
-        nodes = found.indexes[source]["objects"]
+        nodes = saved.nodes
         check_names(nodes.keys() - {_GENERATORS, _VALUES}, self._objects.keys())
         if is_resized:
             self._check_resize(found)
@@ -571,19 +564,19 @@ class TrainingState(Divisible):
             if not isinstance(item, torch.nn.Module) and not is_node_of_optimizer(nodes[name])
         }
         of_script = options_of(self._objects)
-        get = getter(read_others(found, source, in_others, targets))
+        get = getter(saved.read_others(in_others))
         for name, item in self._objects.items():
             if isinstance(item, torch.nn.Module):
-                load_module_from(found, source, name, item, targets)
+                saved.load_module(name, item)
             elif name not in in_others:
-                load_optimizer_from(found, source, name, item, targets)
+                saved.load_optimizer(name, item)
             elif self._keeps_loaders and isinstance(item, ResumableLoader):
                 continue
             elif (is_resized or is_new) and self._is_per_rank(name):
                 if is_resized:
                     assert self._resize is not None
                     olds = [
-                        _decode(found, found.source_of(rank), name)
+                        SavedRank(found, found.source_of(rank), Targets({})).decoded(name)
                         for rank in range(found.job_size)
                     ]
                     state = self._resize(name, olds)
@@ -654,8 +647,8 @@ def load_weights(directory: Path | str, name: str = "model") -> dict[str, torch.
         ValueError, OSError: a file is missing or damaged.
     """
     found = CheckpointSet(Path(directory))
-    nodes = found.indexes[0]["objects"][name]
-    tensors = read(found, 0, name, Targets({}))
+    saved = SavedRank(found, 0, Targets({}))
+    nodes, tensors = saved.nodes[name], saved.read(name)
     return {
         key: tensors[node["tensor"]]
         for key, node in nodes.items()
@@ -707,10 +700,9 @@ def _check_names(objects: Mapping[str, Any]) -> None:
             raise ValueError(f"{owner!r} and {name!r} are the same object: pass it once")
 
 
-def _has_own_layout(item: Any) -> bool:
-    """Whether an optimizer has its own ``state_dict()``, which may change the state before the first step."""
-    is_optimizer = isinstance(item, torch.optim.Optimizer)
-    return is_optimizer and type(item).state_dict is not torch.optim.Optimizer.state_dict
+def _has_own_layout(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it has its own ``state_dict()``, which may change the state before the first step."""
+    return type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
 
 
 def _is_common(
@@ -718,11 +710,6 @@ def _is_common(
 ) -> bool:
     param = param_of(key, params)
     return param is not None and param.data_ptr() in common
-
-
-def _decode(found: CheckpointSet, source: int, name: str) -> Any:
-    get = getter(read(found, source, OTHERS, Targets({})))
-    return decode_tree(found.indexes[source]["objects"][name], get)
 
 
 def _reseed(generators: Mapping[str, Any], rank: int) -> None:

@@ -19,14 +19,12 @@ import contextlib
 import inspect
 import json
 import logging
-import random
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import (
     Trainer,
@@ -40,6 +38,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import has_length
 
 import swansong
+from swansong._checkpoint.redone import digests_of_generators
 from swansong._torch.parts import JointDirectory
 
 __all__ = ["SwansongCallback"]
@@ -168,7 +167,7 @@ class SwansongCallback(TrainerCallback):  # type: ignore[misc]
         self._last_drawn = None  # a sampler may draw at the start of an epoch
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        if self._last_drawn is not None and self._last_drawn != _generator_states():
+        if self._last_drawn is not None and self._last_drawn != digests_of_generators():
             self._steps_to_watch = 0
             log.warning(
                 "the data set or its collator draws random numbers in the trainer's process: after a resume"
@@ -231,7 +230,7 @@ class SwansongCallback(TrainerCallback):  # type: ignore[misc]
             trainer.control.should_training_stop = True
         if self._steps_to_watch > 0:
             self._steps_to_watch -= 1
-            self._last_drawn = _generator_states()
+            self._last_drawn = digests_of_generators()
 
     def _keep_generators(self) -> None:
         # An evaluation may draw random numbers.  A checkpoint taken in it contains the state before it.
@@ -335,11 +334,6 @@ class SwansongCallback(TrainerCallback):  # type: ignore[misc]
                 note: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
                 return note
         return None
-
-
-def _generator_states() -> Any:
-    numpy = np.random.get_state(legacy=False)["state"]
-    return random.getstate(), numpy["key"].tobytes(), numpy["pos"], torch.get_rng_state().tolist()
 
 
 def _plain(value: Any) -> Any:

@@ -19,13 +19,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 from swansong import bounds
 from swansong.protocol import Compared, Digested, Message, Redone, RedoneQuery
-from swansong.state import Snapshots, take_generators
+from swansong.state import Snapshots, pack, take_generators
 
 Part = str | Callable[[], str | None] | None
 """A part of a digest, or the function that computes it in another thread; None: it is unknown."""
@@ -51,35 +50,11 @@ def digest(*contents: bytes) -> str:
 
 def digests_of_generators() -> dict[str, Part]:
     """Return the digests of the global generators."""
-    return {
-        f"random.{name}": digest(*_contents(state)) for name, state in take_generators().items()
-    }
-
-
-def _contents(state: Any) -> list[bytes]:
-    if isinstance(state, dict):
-        return [part for value in state.values() for part in _contents(value)]
-    if isinstance(state, list):
-        return [part for value in state for part in _contents(value)]
-    if hasattr(state, "tolist"):  # an array or a tensor
-        return [bytes(str(state.tolist()), "ascii")]
-    return [repr(state).encode()]
+    states = pack(take_generators())
+    return {f"random.{name}": digest(repr(state).encode()) for name, state in states.items()}
 
 
 # ---------------------------------------------------------------- comparison
-
-
-@dataclass(frozen=True)
-class StepComparison:
-    """The steps that both starts have digested."""
-
-    first: int
-    last: int
-    differs: bool
-    text: str
-
-    def message(self) -> Compared:
-        return Compared(self.first, self.last, self.differs, self.text)
 
 
 Digests = Mapping[int, Mapping[str, str]]
@@ -92,7 +67,7 @@ def parsed(text: str) -> tuple[int, dict[str, str]]:
     return int(step), dict(each.split("=", 1) for each in parts)
 
 
-def compare(before: Digests, again: Digests, rank: int | None = None) -> StepComparison | None:
+def compare(before: Digests, again: Digests, rank: int | None = None) -> Compared | None:
     """Compare the digests of an interrupted start and of the start that repeats its steps.
 
     Steps whose losses are close count as equal, until a loss or a step was equal to the bit: after that, the
@@ -104,7 +79,7 @@ def compare(before: Digests, again: Digests, rank: int | None = None) -> StepCom
         rank: for the text, in a job of several ranks.
 
     Returns:
-        The result up to the first step that differs; None without a common step.
+        The result for the common steps up to the first one that differs; None without a common step.
     """
     steps = sorted(before.keys() & again.keys())
     is_exact, is_close, furthest, harmless = False, False, 0.0, ""
@@ -125,7 +100,7 @@ def compare(before: Digests, again: Digests, rank: int | None = None) -> StepCom
         where = "" if rank is None else f" on rank {rank}"
         cause = _cause(names[0], is_exact)
         text = f"step {step} differs{where} from the interrupted run: {cause}; see {PAGE}"
-        return StepComparison(steps[0], step, True, text)
+        return Compared(steps[0], step, True, text)
     if not steps:
         return None
     text = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
@@ -134,7 +109,7 @@ def compare(before: Digests, again: Digests, rank: int | None = None) -> StepCom
         text += f" within {furthest:.1g} of the loss, and not to the bit"
     elif harmless:
         text += f", except for {harmless}, which has changed neither batches nor weights"
-    return StepComparison(steps[0], steps[-1], False, text)
+    return Compared(steps[0], steps[-1], False, text)
 
 
 def _differing(before: Mapping[str, str], again: Mapping[str, str]) -> list[str]:
@@ -194,7 +169,7 @@ class RedoneSteps:
         """The next step to digest."""
         self.is_wanted = False
         """Whether the daemon takes digests."""
-        self.comparison: StepComparison | None = None
+        self.comparison: Compared | None = None
         """The result; None before it is known."""
         self._send = send
         self._rank, self._world_size = rank, world_size
@@ -205,7 +180,7 @@ class RedoneSteps:
         self._taken: list[tuple[int, dict[str, Part], Callable[[], bool]]] = []
         """Steps whose parts are not computed yet, and whether the GPUs have completed them."""
         self._unsent: list[str] = []
-        self._unreported: StepComparison | None = None
+        self._unreported: Compared | None = None
         self._query: RedoneQuery | None = None
         """The query without an answer."""
         self._before: dict[int, dict[str, str]] = {}
@@ -337,7 +312,7 @@ class RedoneSteps:
                 log.log(logging.WARNING if found.differs else logging.INFO, "%s", found.text)
                 self.comparison = self._unreported = found
         report = self._unreported
-        if report is not None and self._send(report.message()):
+        if report is not None and self._send(report):
             self._unreported = None
 
 

@@ -86,7 +86,7 @@ class RestoreClient:
         """
         if self._choice is None:
             self._wait_for_start()
-            return self._completed(self._ask(arrivals=arrivals), arrivals, owners)
+            return self._completed(self._ask(arrivals), arrivals, owners)
         found = Restored("")  # a fresh run
 
         def choose(refused: Choice | None) -> Choice:
@@ -118,7 +118,7 @@ class RestoreClient:
         """Ask, and forget the files of a checkpoint that the ranks have refused."""
         if arrivals is not None:
             arrivals.clear()
-        return self._ask(arrivals=arrivals, **query)
+        return self._ask(arrivals, **query)
 
     def _completed(
         self, answer: Restored, arrivals: Arrivals | None, owners: Collection[int] | None
@@ -135,7 +135,7 @@ class RestoreClient:
         if is_whole:
             return answer
         log.info("restoring: this rank reads the files of all ranks")
-        return self._ask(generation=answer.generation, step=answer.step, arrivals=arrivals)
+        return self._ask(arrivals, **_named(answer))
 
     def find_healthy(self, *, at_step: int, before_step: int) -> Restored:
         """Return the newest healthy checkpoint, and begin the start that is to load it.
@@ -165,7 +165,7 @@ class RestoreClient:
         _check_choice(choice)
         # Each daemon drops its work on the later steps before it answers for the new start.
         self._start.begin(number)
-        return _healthy(self._ask(generation=choice["generation"], step=choice["step"]))
+        return _healthy(self._ask(**choice))
 
     def resend(self) -> None:
         """Repeat the query after a reconnect."""
@@ -209,25 +209,12 @@ class RestoreClient:
                 message.bytes_total / 1e9,
             )
 
-    def _ask(
-        self,
-        *,
-        rollback: int = 0,
-        before_step: int = -1,
-        generation: int = -1,
-        step: int = -1,
-        refused: str = "",
-        arrivals: Arrivals | None = None,
-    ) -> Restored:
+    def _ask(self, arrivals: Arrivals | None = None, **fields: Any) -> Restored:
         """Send a :class:`swansong.protocol.RestoreQuery` with these fields, and wait for the answer."""
         query = RestoreQuery(
             secrets.token_hex(8),
-            rollback,
-            before_step,
-            generation,
-            step,
-            refused,
-            self._start.id,
+            **fields,
+            start_id=self._start.id,
             prefixes=[] if arrivals is None or self._choice is None else list(arrivals.prefixes),
             takes_shards=arrivals is not None,
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -95,14 +94,14 @@ def _agree(ranks: Ranks, start_id: str, step: int, staging: str, secret: str) ->
     if ranks.nodes > 1:
         try:
             store: JobStore = open_job_store(CONNECT_LIMIT_S)
-            return agree(store, f"{start_id}/survivors", ranks, step, threading.Event())
+            return agree(store, f"{start_id}/survivors", ranks, step)
         except Exception as error:
             log.warning(
                 "the store of the job is lost, too: %s; only the ranks of this VM agree",
                 first_line(error),
             )
     name = f"{STORE_PREFIX}{ranks.nonce(start_id, 0, 'survivors', secret)}"
-    return agree(DirectoryStore(staging, name), "survivors", ranks, step, threading.Event())
+    return agree(DirectoryStore(staging, name), "survivors", ranks, step)
 
 
 def _refusal(lost: list[int], missing: list[str]) -> str:

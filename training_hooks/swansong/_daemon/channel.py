@@ -131,17 +131,11 @@ class Channel:
             if self._thread.is_alive() and threading.current_thread() is not self._thread:
                 self._thread.join(1.0)
 
-    def forked(self) -> None:
-        """Close the parent's connection in the child of a fork, where the thread does not exist."""
-        # New objects: at the fork, the thread may have held the locks of the old ones.
-        self._lock = threading.Lock()
-        self._closing, self._tried = threading.Event(), threading.Event()
-        self._closing.set()
-        self._tried.set()
+    def close_in_child(self) -> None:
+        """Close the parent's connection in the child of a fork, which has another channel from now on."""
         for connection in (self._socket, self._opening):
             if connection is not None:
                 connection.close()
-        self._socket = self._opening = None
 
     def _hang_up(self) -> None:
         if self._socket is not None:

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from swansong import openat
 from swansong._checkpoint.redone import RedoneSteps
@@ -46,32 +47,30 @@ from swansong.protocol import (
 log = logging.getLogger("swansong")
 
 
+@dataclass(frozen=True)
+class GuardOptions:
+    """Arguments of :func:`swansong.attach`, which describes them."""
+
+    run: str
+    every_steps: int | None
+    every_s: float | None
+    socket: str | os.PathLike[str] | None
+    stop_after_save: bool
+    spike: float | None
+
+
 class DaemonSession:
     """Dispatches the daemon's messages to the agreement of the ranks and to the restore client.
 
     Args:
         ranks: position of this process in the job.
-        run: name of the run; empty takes the name from the daemon.
-        every_steps: interval of periodic checkpoints, in steps.
-        plans_periodic: whether the trainer, and not the daemon, schedules periodic checkpoints.
-        trains_on: whether training continues after an emergency checkpoint.
-        socket: path of the daemon's socket; None: see :func:`socket_path`.
+        options: of the guard.
         tick: called at least once a second, connected or not, and when the start becomes known.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        *,
-        run: str,
-        every_steps: int | None,
-        plans_periodic: bool,
-        trains_on: bool,
-        socket: str | os.PathLike[str] | None,
-        tick: Callable[[], None],
-    ) -> None:
+    def __init__(self, ranks: Ranks, options: GuardOptions, tick: Callable[[], None]) -> None:
         self.ranks = ranks
-        self.run = run
+        self.run = options.run
         self.staging: str | None = None
         """Staging directory of the run; None before the welcome and after the end."""
         self.is_signed = False
@@ -84,9 +83,12 @@ class DaemonSession:
         self.refusal = ""
         """Reason of the daemon's last refusal; empty after a welcome."""
         self.last_committed: Committed | None = None
-        capabilities = {"periodic": not plans_periodic, "follow_ups": trains_on}
+        capabilities = {
+            "periodic": options.every_steps is None and options.every_s is None,
+            "follow_ups": not options.stop_after_save,
+        }
         self._capabilities = [name for name, is_given in capabilities.items() if is_given]
-        path, is_expected = socket_path(socket)
+        path, is_expected = socket_path(options.socket)
         self.channel = Channel(
             path,
             expected=is_expected,
@@ -97,7 +99,7 @@ class DaemonSession:
         )
         self._tick = tick
         self.start = TrainingStart(ranks, self.channel.send, path)
-        self.agreement = Agreement(ranks.world_size, every_steps, self._answer)
+        self.agreement = Agreement(ranks.world_size, options.every_steps, self._answer)
         self.rendezvous: Rendezvous | None = None
         """With the ranks of the other VMs; None in a job on one VM."""
         self._rounds: RoundRunner | None = None
@@ -133,16 +135,6 @@ class DaemonSession:
             self._rounds.close()
         self.agreement = Agreement(1, None, lambda _: None)
         self.channel.close(Bye(reason))
-
-    def forked(self) -> None:
-        """Close the connection in the child of a fork, which is not a rank."""
-        self.staging = None
-        self.redone.stop()
-        self.channel.forked()
-        self.start.forked()
-        if self._rounds is not None:
-            self._rounds.forked()
-        self.agreement = Agreement(1, None, lambda _: None)
 
     # ------------------------------------------------------------ background thread
 

@@ -20,6 +20,7 @@ _FACTS = (
     *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch"),
     *("enable_graph", "add_dataloader_idx", "metric_attribute"),
 )
+_move = pl.utilities.move_data_to_device
 _SUMS = ("value", "cumulated_batch_size")
 
 
@@ -46,7 +47,7 @@ def set_logged(trainer: pl.Trainer, state: dict[str, Any]) -> None:
         if name in state["module"]:
             saved = state["module"][name]
             for key, value in saved["state"].items():
-                setattr(metric, key, _to(value, metric.device))
+                setattr(metric, key, _move(value, metric.device))
             metric._update_count, metric._computed = saved["updates"], None  # noqa: SLF001
     for saved in state["epoch"]:
         _set(trainer, saved)
@@ -68,7 +69,7 @@ def _take(result: Any) -> dict[str, Any]:
 
 def _set(trainer: pl.Trainer, saved: dict[str, Any]) -> None:
     results, device = trainer.fit_loop.epoch_loop._results, trainer.strategy.root_device  # noqa: SLF001
-    sums = _to(saved["sums"], device)
+    sums = _move(saved["sums"], device)
     reduce = saved["reduce"]
     results.log(
         **{fact: saved[fact] for fact in _FACTS},
@@ -82,7 +83,7 @@ def _set(trainer: pl.Trainer, saved: dict[str, Any]) -> None:
     result.meta.sync.should = saved["is_synced"]  # not earlier: log() would communicate
     for key, total in sums.items():
         setattr(result, key, total)
-    result._forward_cache = _to(saved["last"], device)  # noqa: SLF001
+    result._forward_cache = _move(saved["last"], device)  # noqa: SLF001
     result._update_count, result._computed = saved["updates"], None  # noqa: SLF001
 
 
@@ -93,11 +94,3 @@ def _is_tensor(result: Any, key: str) -> bool:
 def _metrics_of(trainer: pl.Trainer) -> dict[str, Metric]:
     named = trainer.lightning_module.named_modules()
     return {name: module for name, module in named if isinstance(module, Metric)}
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, list):
-        return [_to(item, device) for item in value]
-    if isinstance(value, dict):
-        return {key: _to(item, device) for key, item in value.items()}
-    return value.to(device) if isinstance(value, torch.Tensor) else value

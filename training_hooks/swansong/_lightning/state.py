@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from swansong._lightning import pl
 from swansong._lightning.logged import set_logged, take_logged
+from swansong._torch.digests import sum_of_bits
+from swansong._torch.sharding import local
 from swansong.state import set_generators, take_generators
 from swansong.torch import ResumableLoader, TrainingState
-
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -44,28 +44,28 @@ class LightningState(TrainingState):
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
-        self._extras = _Extras(trainer)
+        self.extras = _Extras(trainer)
         self._moment: StateBeforeValidation | None = None
         # The callbacks first: BaseFinetuning adds the groups of parameters that the optimizer's state has.
         optimizers = {f"optimizer_{place}": each for place, each in enumerate(trainer.optimizers)}
-        super().__init__(trainer.strategy.model, lightning=self._extras, **optimizers)
+        super().__init__(trainer.strategy.model, lightning=self.extras, **optimizers)
 
     # ------------------------------------------------------------ saving
 
     @contextlib.contextmanager
     def between_batches(self, *, is_before_validation: bool) -> Iterator[None]:
         """A checkpoint that is taken in this block belongs to the moment of its start."""
-        self._extras.is_between_batches = True
+        self.extras.is_between_batches = True
         if is_before_validation:
             weights = _checksums(self._trainer.lightning_module)
             self._moment = StateBeforeValidation(
-                self._extras.take_progress(), take_generators(), weights
+                self.extras.take_progress(), take_generators(), weights
             )
         try:
             yield
         finally:
             self._moment = None
-            self._extras.is_between_batches = False
+            self.extras.is_between_batches = False
 
     def is_at_boundary(self) -> bool:
         """Whether the callback polls at a moment that it can save; it knows the moments of the trainer."""
@@ -101,11 +101,11 @@ class LightningState(TrainingState):
         for each in averages:
             each._swap_models(module)  # noqa: SLF001 - it has no public name
         set_generators(moment.generators)
-        self._extras.progress = moment.progress
+        self.extras.progress = moment.progress
         try:
             yield has_trained_weights or _checksums(module) == moment.weights
         finally:
-            self._extras.progress = None
+            self.extras.progress = None
             set_generators(now)
             for each in averages:
                 each._swap_models(module)  # noqa: SLF001
@@ -117,31 +117,9 @@ class LightningState(TrainingState):
         super().load(directory)
         self._generators = take_generators()
 
-    @property
-    def was_restored(self) -> bool:
-        """Whether a checkpoint was loaded."""
-        return self._extras.restored is not None
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the loaded checkpoint is that of the end of ``fit``."""
-        restored = self._extras.restored
-        return restored is not None and not restored["is_between_batches"]
-
-    @property
-    def should_stop(self) -> bool:
-        """``Trainer.should_stop`` in the loaded checkpoint."""
-        restored = self._extras.restored
-        return restored is not None and restored["progress"]["should_stop"]
-
-    @property
-    def is_between_batches(self) -> bool:
-        """Whether the trainer is in the block of :meth:`between_batches`."""
-        return self._extras.is_between_batches
-
     def resume(self) -> None:
         """Continue between two batches; call it immediately before the work after a batch."""
-        self._extras.resume()
+        self.extras.resume()
         set_generators(self._generators)
 
 
@@ -151,9 +129,14 @@ class _Extras:
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         self.is_between_batches = False
+        """Whether the trainer is in the block of :meth:`LightningState.between_batches`."""
         self.progress: dict[str, Any] | None = None
         """Progress before the validation that is in progress."""
         self.restored: dict[str, Any] | None = None
+        """The state in the checkpoint that was loaded, until :meth:`resume`; None without one.
+
+        A checkpoint of the end of ``fit`` is not between batches.
+        """
 
     # ------------------------------------------------------------ saving
 
@@ -241,7 +224,7 @@ class _Extras:
         ):
             return {}
         return {
-            name: _local(each.grad) for name, each in self._parameters() if each.grad is not None
+            name: local(each.grad) for name, each in self._parameters() if each.grad is not None
         }
 
     def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
@@ -359,17 +342,9 @@ def _start_averaging_again(trainer: pl.Trainer, swa: Any) -> None:
 
 def _checksums(module: torch.nn.Module) -> list[int]:
     """Return a checksum of each parameter and buffer, in the part that this rank holds."""
-    sums = []
-    for each in (*module.parameters(), *module.buffers()):
-        tensor = _local(each.detach())
-        if tensor.is_complex():
-            tensor = torch.view_as_real(tensor)
-        sums.append(tensor.view(_WORDS[tensor.element_size()]).sum(dtype=torch.int64))
+    tensors = (*module.parameters(), *module.buffers())
+    sums = [sum_of_bits(local(each.detach())) for each in tensors]
     return [int(each) for each in sums]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _like(local: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:

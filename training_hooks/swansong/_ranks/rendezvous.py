@@ -94,14 +94,7 @@ class Rendezvous:
             Exception: the store failed; call this again.
         """
         if self._id is None:
-            met_id = self._met_id or rendezvous(
-                store,
-                rank=self.ranks.rank,
-                world_size=self.ranks.world_size,
-                nonce=secrets.token_hex(8),
-                stop=self.closed,
-                absent=self._report_absent,
-            )
+            met_id = self._met_id or self._meet_ranks(store)
             with self._changed:
                 self._met_id, self._is_hopeless = met_id, False
                 self._changed.notify_all()
@@ -176,13 +169,54 @@ class Rendezvous:
         if self._announcing is not None:
             self._announcing.join(1.0)
 
-    def forked(self) -> None:
-        """Leave the job in the child of a fork, where the parent's threads do not exist."""
-        self.closed = threading.Event()  # a lost thread may hold the locks of the old one
-        self._changed = threading.Condition()
-        self.closed.set()
+    def _meet_ranks(self, store: JobStore) -> str | None:
+        """Meet the other ranks of this start of the job, and no rank of an earlier one.
 
-    def _report_absent(self, ranks: list[int]) -> None:
+        Rank 0 acknowledges each rank by the nonce of that rank, so a rank cannot take an acknowledgement
+        that an earlier start has left for its own.
+
+        Returns:
+            Id of the rendezvous, the same for all ranks; None if :attr:`closed` was set before all ranks had
+            met.
+        """
+        nonce, begun_mono_s = secrets.token_hex(8), time.monotonic()
+        store.set(f"hello/{self.ranks.rank}", nonce)
+        if self.ranks.rank == 0:
+            return self._gather(store, nonce, begun_mono_s)
+        welcome = f"welcome/{nonce}"
+        while not wait_for_key(store, welcome, self.closed, every_s=POLL_S, limit_s=_ABSENT_POLL_S):
+            if self.closed.is_set():
+                return None
+            self._report_absent([0] if _is_absent(store, 0) else [], begun_mono_s)
+        rendezvous_id = store.get(welcome).decode()
+        store.set(f"{rendezvous_id}/met/{self.ranks.rank}", "")
+        return rendezvous_id
+
+    def _gather(self, store: JobStore, nonce: str, begun_mono_s: float) -> str | None:
+        """Acknowledge every other rank until all have met: the part of rank 0, whose nonce becomes the id."""
+        missing = set(range(1, self.ranks.world_size))
+        acknowledged: set[str] = set()
+        while missing:
+            without_daemon = []
+            for other in sorted(missing):
+                if store.check([f"{nonce}/met/{other}"]):
+                    missing.remove(other)
+                elif store.check([f"hello/{other}"]):
+                    theirs = store.get(f"hello/{other}").decode()
+                    if theirs == _ABSENT:
+                        without_daemon.append(other)
+                    elif theirs not in acknowledged:
+                        acknowledged.add(theirs)
+                        store.set(f"welcome/{theirs}", nonce)
+            self._report_absent(without_daemon, begun_mono_s)
+            if missing and self.closed.wait(POLL_S):
+                return None
+        return nonce
+
+    def _report_absent(self, ranks: list[int], begun_mono_s: float) -> None:
+        """Give up the wait if ranks have reported for :data:`ABSENT_S` that their VM has no daemon."""
+        if not ranks or time.monotonic() - begun_mono_s <= ABSENT_S:
+            return
         with self._changed:
             self._problem = (
                 f"the VMs of ranks {ranks} have no daemon that answers: start swansongd there, and then the"
@@ -247,81 +281,6 @@ def has_all_shares(answers: Sequence[Finished | None]) -> bool:
     return len(valid) == len(answers) and all(
         each.earlier != "" and answered(each.earlier) == each.nodes for each in valid if each.waits
     )
-
-
-def rendezvous(
-    store: JobStore,
-    *,
-    rank: int,
-    world_size: int,
-    nonce: str,
-    stop: threading.Event,
-    absent: Callable[[list[int]], object] = lambda _: None,
-) -> str | None:
-    """Meet the other ranks of this start of the job, and no rank of an earlier one.
-
-    Rank 0 acknowledges each rank by the nonce of that rank, so a rank cannot take an acknowledgement that
-    an earlier start has left for its own.
-
-    Args:
-        store: connection of the calling thread.
-        rank: of this process.
-        world_size: number of ranks.
-        nonce: random, new for each process.
-        stop: ends the wait.
-        absent: called with the ranks that have reported for :data:`ABSENT_S` that their VM has no daemon.
-
-    Returns:
-        Id of the rendezvous, the same for all ranks; None if ``stop`` was set before all ranks had met.
-
-    Raises:
-        Exception: the store failed.
-    """
-    begun_mono_s = time.monotonic()
-    store.set(f"hello/{rank}", nonce)
-
-    def report(ranks: list[int]) -> None:
-        if ranks and time.monotonic() - begun_mono_s > ABSENT_S:
-            absent(ranks)
-
-    if rank == 0:
-        return _gather(store, world_size, nonce, stop, report)
-    acknowledgement = f"welcome/{nonce}"
-    while not wait_for_key(store, acknowledgement, stop, every_s=POLL_S, limit_s=_ABSENT_POLL_S):
-        if stop.is_set():
-            return None
-        report([0] if _is_absent(store, 0) else [])
-    rendezvous_id = store.get(acknowledgement).decode()
-    store.set(f"{rendezvous_id}/met/{rank}", "")
-    return rendezvous_id
-
-
-def _gather(
-    store: JobStore,
-    world_size: int,
-    nonce: str,
-    stop: threading.Event,
-    report: Callable[[list[int]], None],
-) -> str | None:
-    """Acknowledge every other rank until all have met: the part of rank 0, whose nonce becomes the id."""
-    missing = set(range(1, world_size))
-    acknowledged: set[str] = set()
-    while missing:
-        without_daemon = []
-        for other in sorted(missing):
-            if store.check([f"{nonce}/met/{other}"]):
-                missing.remove(other)
-            elif store.check([f"hello/{other}"]):
-                theirs = store.get(f"hello/{other}").decode()
-                if theirs == _ABSENT:
-                    without_daemon.append(other)
-                elif theirs not in acknowledged:
-                    acknowledged.add(theirs)
-                    store.set(f"welcome/{theirs}", nonce)
-        report(without_daemon)
-        if missing and stop.wait(POLL_S):
-            return None
-    return nonce
 
 
 def report_absence(store: JobStore, rank: int) -> None:

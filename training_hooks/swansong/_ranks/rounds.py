@@ -13,63 +13,40 @@ job's store.  All ranks take part in all rounds, in order.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import threading
 import time
-from dataclasses import dataclass
 
 from swansong._ranks.agreement import AGREEMENT_LIMIT_S, Agreement
 from swansong._ranks.job_store import JobStore, first_line, wait_for_key
 from swansong._ranks.rendezvous import Rendezvous
-from swansong.protocol import Agreed, Declined, Message, PeerRequest, Request, Target
+from swansong.protocol import (
+    Agreed,
+    Declined,
+    Message,
+    PeerRequest,
+    Request,
+    Target,
+    decode,
+    encode,
+)
 
 DECISION_PART = 0.8
 """Part of the agreement limit that a round may take.  The training loop needs the rest to get the target."""
 _URGENT_POLL_S = 0.002
 _RETRY_S = 0.5
-_ABORT = "abort"
-_TARGET = "target"
 
 log = logging.getLogger("swansong")
 
 
-@dataclass(frozen=True)
-class Call:
-    """The request that a round is for."""
-
-    id: str
-    reason: str
-    seconds_left: float
-    urgency: str
-
-    def encode(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def decode(cls, data: bytes) -> Call:
-        return cls(**json.loads(data))
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The result of a round: all ranks save at ``target``; if that is None, no rank saves."""
-
-    target: int | None
-    reason: str = ""
-
-    def encode(self) -> str:
-        return f"{_ABORT} {self.reason}" if self.target is None else f"{_TARGET} {self.target}"
-
-    @classmethod
-    def decode(cls, data: bytes) -> Decision:
-        word, _, rest = data.decode().partition(" ")
-        return cls(int(rest)) if word == _TARGET else cls(None, rest)
+Decision = Target | Declined
+"""The result of a round: the step at which all ranks save, or why no rank saves."""
 
 
 def take_part(
     store: JobStore,
     key: str,
+    request_id: str,
     *,
     rank: int,
     world_size: int,
@@ -82,6 +59,7 @@ def take_part(
     Args:
         store: connection of the calling thread.
         key: prefix of the round's keys.
+        request_id: of the request that the round is for.
         rank: of this process.
         world_size: number of ranks.
         step: last step that this rank has completed.  It begins no other before this function returns.
@@ -98,12 +76,26 @@ def take_part(
     store.set(f"{key}/step/{rank}", str(step))
     if store.add(f"{key}/answers", 1) == world_size:
         steps = store.multi_get([f"{key}/step/{each}" for each in range(world_size)])
-        own = Decision(max(int(value) for value in steps) + 1)
+        own: Decision = Target(request_id, max(int(value) for value in steps) + 1)
     else:
         if wait_for_key(store, decision, stop, every_s=_URGENT_POLL_S, limit_s=limit_s):
-            return Decision.decode(store.get(decision))
-        own = Decision(None, f"rank {rank} waited {limit_s:.1f} s for the ranks of the other VMs")
-    return Decision.decode(store.compare_set(decision, "", own.encode()))
+            return _decision(store.get(decision))
+        reason = f"rank {rank} waited {limit_s:.1f} s for the ranks of the other VMs"
+        own = Declined(request_id, reason)
+    return _decision(store.compare_set(decision, "", encode(own).decode()))
+
+
+def _decision(data: bytes) -> Decision:
+    found = decode(data)
+    assert isinstance(found, Target | Declined)
+    return found
+
+
+def _call(data: bytes) -> Request:
+    """Return the request that a round is for."""
+    found = decode(data)
+    assert isinstance(found, Request)
+    return found
 
 
 class RoundRunner:
@@ -122,8 +114,8 @@ class RoundRunner:
         self._lock = threading.Lock()
         self._number = 1
         """Number of the round that this rank takes part in, or waits for."""
-        self._in_progress: Call | None = None
-        self._peer_call: tuple[Call, float] | None = None
+        self._in_progress: Request | None = None
+        self._peer_call: tuple[Request, float] | None = None
         """The last urgent call from another VM, and its deadline in seconds of ``time.monotonic()``."""
         self._requested: set[str] = set()
         """Ids of the requests of this VM's daemon."""
@@ -145,10 +137,6 @@ class RoundRunner:
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             # A thread inside torch at interpreter shutdown would crash the process.
             self._thread.join(1.0)
-
-    def forked(self) -> None:
-        """Leave the job in the child of a fork, where the parent's threads do not exist."""
-        self._rendezvous.forked()
 
     # ------------------------------------------------------------ the daemon of this VM
 
@@ -209,12 +197,12 @@ class RoundRunner:
         # All ranks of this VM get the request, and must call the same round.
         wanted = store.compare_set(f"{rendezvous_id}/request/{request.id}", "", str(self._number))
         left_s = request.seconds_left - (time.monotonic() - requested_mono_s)
-        own = Call(request.id, request.reason, left_s, request.urgency).encode()
+        own = encode(dataclasses.replace(request, seconds_left=left_s)).decode()
         number, made = int(wanted), None
         # A round without urgency does not answer an emergency: call the next one.
         while made is None or request.urgency not in (made.urgency, "drain"):
             key = f"{rendezvous_id}/round/{number}/call"
-            made = Call.decode(store.compare_set(key, "", own))
+            made = _call(store.compare_set(key, "", own))
             number += 1
         if made.id != request.id:
             with self._lock:
@@ -244,7 +232,7 @@ class RoundRunner:
             store, f"{key}/call", self._rendezvous.closed, every_s=self._rendezvous.poll_s
         ):
             return
-        call = Call.decode(store.get(f"{key}/call"))
+        call = _call(store.get(f"{key}/call"))
         received_mono_s = time.monotonic()
         with self._lock:
             self._in_progress = call
@@ -259,13 +247,14 @@ class RoundRunner:
                 self._in_progress = None
                 self._number += 1
 
-    def _save_together(self, store: JobStore, key: str, call: Call) -> None:
+    def _save_together(self, store: JobStore, key: str, call: Request) -> None:
         agreement, ranks = self._agreement, self._rendezvous.ranks
-        step = agreement.request(Request(call.id, call.reason, call.seconds_left, call.urgency))
+        step = agreement.request(call)
         try:
             decision = take_part(
                 store,
                 key,
+                call.id,
                 rank=ranks.rank,
                 world_size=ranks.world_size,
                 step=step,
@@ -275,10 +264,10 @@ class RoundRunner:
         except Exception as error:
             agreement.abort(call.id, f"the store of the job failed: {first_line(error)}")
             raise
-        if decision.target is None:
+        if isinstance(decision, Declined):
             agreement.abort(call.id, decision.reason)
             return
-        self.answer(Agreed(call.id, decision.target))
-        agreement.target(Target(call.id, decision.target))
+        self.answer(Agreed(call.id, decision.step))
+        agreement.target(decision)
         # The next round's request would replace this one in the agreement.
         agreement.wait_finished(call.id, call.seconds_left)

@@ -143,7 +143,3 @@ class TrainingStart:
         """
         if self.id and (self._nodes > 1 or self._number or self._begins_over):
             self._send(Begin(self.id))
-
-    def forked(self) -> None:
-        """Replace the lock in the child of a fork, where a lost thread may hold it."""
-        self._changed = threading.Condition()

@@ -10,7 +10,6 @@ compare-and-set.  A rank that answers later is left out, and writes nothing.
 from __future__ import annotations
 
 import json
-import threading
 import time
 from dataclasses import dataclass
 
@@ -40,9 +39,7 @@ class Survivors:
         return [rank for rank in range(world_size) if rank not in self.nodes]
 
 
-def agree(
-    store: JobStore, key: str, ranks: Ranks, step: int, stop: threading.Event
-) -> Survivors | None:
+def agree(store: JobStore, key: str, ranks: Ranks, step: int) -> Survivors | None:
     """Take one rank's part in the agreement of the survivors.
 
     Args:
@@ -50,7 +47,6 @@ def agree(
         key: prefix of the keys of this agreement, the same for all ranks of the start.
         ranks: position of this process in the job.
         step: last completed step, whose state this rank still has.
-        stop: ends the wait.
 
     Returns:
         The ranks that save, perhaps without this one; None if all ranks of the job are alive.
@@ -69,8 +65,9 @@ def agree(
         if answers == ranks.world_size or now_mono_s - answered_mono_s >= QUIET_S:
             store.compare_set(decision, "", json.dumps(_decide(store, key, ranks.world_size)))
             break
-        if now_mono_s >= give_up_mono_s or stop.wait(_POLL_S):
+        if now_mono_s >= give_up_mono_s:
             raise TimeoutError(f"the living ranks have not agreed within {LIMIT_S:.0f} s")
+        time.sleep(_POLL_S)
         before, answers = answers, store.add(f"{key}/answers", 0)
         if answers != before:
             answered_mono_s = now_mono_s

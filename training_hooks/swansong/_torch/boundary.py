@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from swansong._torch.changes import steps_of
+from swansong._torch.kinds import modules_of, of_kind, optimizers_of
 from swansong._torch.loader import ResumableLoader
 from swansong._torch.sharding import is_sharded
 
@@ -26,18 +27,16 @@ class StepBoundary:
     changes.
 
     Args:
-        objects: of the training state.
+        objects: of the training state, by name.
     """
 
-    def __init__(self, objects: Iterable[Any]) -> None:
-        objects = list(objects)
-        self._loaders = [item for item in objects if isinstance(item, ResumableLoader)]
-        self._optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self._loaders = of_kind(objects, ResumableLoader).values()
+        self._optimizers = optimizers_of(objects).values()
         self._parameters = [
             parameter
-            for item in objects
-            if isinstance(item, torch.nn.Module)
-            for parameter in _some([each for each in item.parameters() if _counts_changes(each)])
+            for module in modules_of(objects).values()
+            for parameter in _some([each for each in module.parameters() if _counts_changes(each)])
         ]
         self._noted: list[int] | None = None
 

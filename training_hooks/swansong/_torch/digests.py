@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from swansong._checkpoint.redone import Part, digest
+from swansong._torch.kinds import modules_of, of_kind, optimizers_of
 from swansong._torch.loader import ResumableLoader
-from swansong._torch.sharding import is_sharded
+from swansong._torch.sharding import local
 
 NAMED_MAX = 2
 """Objects of a kind that have a digest each; more have one in common."""
@@ -25,17 +26,10 @@ def of_step(objects: Mapping[str, Any]) -> dict[str, Part]:
     Args:
         objects: of the training state, by name.
     """
-    loaders = {n: each for n, each in objects.items() if isinstance(each, ResumableLoader)}
-    optimizers = {n: each for n, each in objects.items() if isinstance(each, torch.optim.Optimizer)}
+    loaders = of_kind(objects, ResumableLoader)
     batches = {name: loader.digest() for name, loader in loaders.items()}
-    options = {name: _options(optimizer) for name, optimizer in optimizers.items()}
+    options = {name: _options(each) for name, each in optimizers_of(objects).items()}
     return {**_named("batch", batches), **_named("rates", options)}
-
-
-def gpus_of(objects: Mapping[str, Any]) -> set[torch.device]:
-    """Return the CUDA devices of the parameters."""
-    modules = (each for each in objects.values() if isinstance(each, torch.nn.Module))
-    return {p.device for module in modules for p in module.parameters() if p.is_cuda}
 
 
 def of_weights(objects: Mapping[str, Any]) -> dict[str, Part]:
@@ -46,8 +40,8 @@ def of_weights(objects: Mapping[str, Any]) -> dict[str, Part]:
     Args:
         objects: of the training state, by name.
     """
-    modules = {n: each for n, each in objects.items() if isinstance(each, torch.nn.Module)}
-    return _named("weights", {name: _weights(module) for name, module in modules.items()})
+    weights = {name: _weights(module) for name, module in modules_of(objects).items()}
+    return _named("weights", weights)
 
 
 def _named(kind: str, found: Mapping[str, Part]) -> dict[str, Part]:
@@ -79,16 +73,14 @@ def _options(optimizer: torch.optim.Optimizer) -> Part:
 def _weights(module: torch.nn.Module) -> Part:
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for parameter in module.parameters():
-        tensor = parameter.detach()
-        if is_sharded(tensor):
-            tensor = tensor.to_local()
+        tensor = local(parameter.detach())
         if tensor.numel() and tensor.layout is torch.strided and tensor.device.type in _READ:
-            by_device.setdefault(tensor.device, []).append(_sum_of_bits(tensor))
+            by_device.setdefault(tensor.device, []).append(sum_of_bits(tensor))
     stacked = [torch.stack(sums) for sums in by_device.values()]
     return lambda: digest(*(repr(sums.tolist()).encode() for sums in stacked))
 
 
-def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of the elements as integers, modulo 2**64: it has no rounding and no order."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

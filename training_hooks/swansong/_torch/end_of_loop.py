@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from swansong._torch.changes import steps_of, version
+from swansong._torch.kinds import of_kind, optimizers_of
 from swansong._torch.loader import ResumableLoader
 from swansong._torch.objects import params_of, state_of
 
@@ -33,12 +34,9 @@ class EndOfLoop:
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self._objects = objects
-        self._loaders = [item for item in objects.values() if isinstance(item, ResumableLoader)]
+        self._loaders = of_kind(objects, ResumableLoader).values()
         self._states: dict[str, Any] = {}
         self._versions: dict[str, int] = {}
-        self._optimizers = [
-            item for item in objects.values() if isinstance(item, torch.optim.Optimizer)
-        ]
         for loader in self._loaders:
             loader.on_loop_end = self._copy
 
@@ -83,7 +81,7 @@ class EndOfLoop:
         versions = {}
         steps = dict[int, int]()
         """By parameter, the steps of its optimizer."""
-        for optimizer in self._optimizers:
+        for optimizer in optimizers_of(self._objects).values():
             steps |= dict.fromkeys(map(id, params_of(optimizer)), steps_of(optimizer))
         for name, item in self._objects.items():
             if isinstance(item, torch.nn.Module):

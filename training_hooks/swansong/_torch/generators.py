@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of the random generators that an object has."""
+"""The random generators that an object has, and their states."""
 
 from __future__ import annotations
 
 import functools
 import random
-import struct
 import sys
 from collections.abc import Iterator
 from types import FunctionType, MethodType
@@ -19,38 +18,6 @@ MOST_ITEMS = 64
 """Length of the longest list in which generators are searched; a longer one contains data."""
 MOST_OBJECTS = 2000
 """Largest number of objects in which generators are searched."""
-
-
-def pack(tree: Any) -> Any:
-    """Return states of generators without tensors and arrays, for an index in JSON."""
-    if isinstance(tree, dict):
-        return {key: pack(item) for key, item in tree.items()}
-    if isinstance(tree, torch.Tensor):
-        return {"torch": bytes(tree.tolist())}
-    if isinstance(tree, tuple) and len(tree) > MOST_ITEMS:
-        return {"words": struct.pack(f"<{len(tree)}I", *tree)}
-    if isinstance(tree, tuple | list):
-        return type(tree)(pack(item) for item in tree)
-    if hasattr(tree, "dtype") and tree.ndim:
-        return {"array": tree.tobytes(), "dtype": tree.dtype.str}
-    return tree
-
-
-def unpack(tree: Any) -> Any:
-    """Return the states that :func:`pack` packed."""
-    if isinstance(tree, tuple | list):
-        return type(tree)(unpack(item) for item in tree)
-    if not isinstance(tree, dict):
-        return tree
-    if tree.keys() == {"torch"}:
-        return torch.tensor(list(tree["torch"]), dtype=torch.uint8, device="cpu")
-    if tree.keys() == {"words"}:
-        return struct.unpack(f"<{len(tree['words']) // 4}I", tree["words"])
-    if tree.keys() == {"array", "dtype"}:
-        import numpy as np  # noqa: PLC0415 - only if the script that saved used it
-
-        return np.frombuffer(tree["array"], np.dtype(tree["dtype"])).copy()
-    return {key: unpack(item) for key, item in tree.items()}
 
 
 def is_generator(item: Any) -> bool:

@@ -18,6 +18,7 @@ import torch
 
 from swansong._torch.changes import count_of, shows_changes
 from swansong._torch.generators import is_generator
+from swansong._torch.kinds import gpus_of, of_kind, optimizers_of
 from swansong._torch.loader import ResumableLoader
 
 MOST_BYTES = 2**20
@@ -39,19 +40,16 @@ class LastBoundary:
 
     def __init__(self, objects: Mapping[str, Any], values: dict[str, Any]) -> None:
         self._values = values
-        self._loaders = [item for item in objects.values() if isinstance(item, ResumableLoader)]
+        self._loaders = of_kind(objects, ResumableLoader).values()
         self._others: dict[str, Any] = {}
         """Objects that count their changes."""
         self._unseen: list[str] = []
         """Names of the objects of which a change cannot be seen."""
         self._buffers: list[torch.Tensor] = []
-        optimizers = []
         for name, item in objects.items():
             if isinstance(item, torch.nn.Module):
                 self._buffers += [each for each in item.buffers() if not each.is_inference()]
-            elif isinstance(item, torch.optim.Optimizer):
-                optimizers.append(item)
-            elif isinstance(item, ResumableLoader) or is_generator(item):
+            elif isinstance(item, torch.optim.Optimizer | ResumableLoader) or is_generator(item):
                 pass
             elif shows_changes(item):
                 self._others[name] = item
@@ -60,13 +58,7 @@ class LastBoundary:
         size_bytes = sum(each.nbytes for each in self._buffers)
         self._copies = [each.clone() for each in self._buffers if size_bytes <= MOST_BYTES]
         self._versions = self._buffer_versions()
-        devices = {
-            each.device
-            for item in objects.values()
-            if isinstance(item, torch.nn.Module)
-            for each in item.parameters()
-            if each.is_cuda
-        }
+        devices = gpus_of(objects)
         self._completed = {device: torch.cuda.Event() for device in devices}
         """By GPU: the end of the work of the last step.  The training loop runs ahead of a GPU."""
         self._free_streams = [torch.cuda.Stream(device) for device in devices]
@@ -76,7 +68,12 @@ class LastBoundary:
         self._is_last = False
         self._lock = threading.Lock()
         self._never = threading.Event()
-        self._handles = [each.register_step_pre_hook(self._begin_step) for each in optimizers]
+        self._handles = []
+        for name, optimizer in optimizers_of(objects).items():
+            try:
+                self._handles.append(optimizer.register_step_pre_hook(self._begin_step))
+            except (AttributeError, TypeError):  # one around another one may have no hooks
+                self._unseen.append(name)
 
     def end(self) -> None:
         """Remove the hooks of the optimizers."""

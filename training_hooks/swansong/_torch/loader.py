@@ -21,13 +21,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from swansong._torch.changes import version
 from swansong._torch.generators import (
     find_generators,
-    pack,
     set_state_of_generator,
     state_of_generator,
-    unpack,
 )
 from swansong._torch.loop_names import names_of_loop
-from swansong.state import set_generators, take_generators
+from swansong.state import pack, set_generators, take_generators, unpack
 
 log = logging.getLogger("swansong")
 

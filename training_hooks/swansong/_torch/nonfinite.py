@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from swansong._torch.sharding import is_sharded
+from swansong._torch.kinds import modules_of
+from swansong._torch.sharding import local
 
 ENV = "SWANSONG_FIND_NAN"
 """Environment variable that requests the search, which reads each output back from its device."""
@@ -33,8 +34,7 @@ class NonFiniteSearch:
         self._rank, self._with_gradients = rank, with_gradients
         self._hooks = [
             module.register_forward_hook(self._checker(".".join(filter(None, (name, inner)))))
-            for name, item in objects.items()
-            if isinstance(item, nn.Module)
+            for name, item in modules_of(objects).items()
             for inner, module in item.named_modules()
         ]
 
@@ -83,7 +83,7 @@ def requested_search(objects: Mapping[str, Any], rank: int) -> NonFiniteSearch |
 def _is_finite(value: Any) -> bool:
     return all(
         # The other ranks need not arrive here, so nothing is reduced over them.
-        bool(torch.isfinite(tensor.to_local() if is_sharded(tensor) else tensor).all())
+        bool(torch.isfinite(local(tensor)).all())
         for tensor in _tensors(value)
         if tensor.is_floating_point() or tensor.is_complex()
     )

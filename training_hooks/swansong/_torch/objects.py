@@ -126,35 +126,75 @@ class Targets:
         return new_tensor(shape, dtype)
 
 
-def load_module_from(
-    found: CheckpointSet, source: int, name: str, module: torch.nn.Module, targets: Targets
-) -> None:
-    """Load a module from the parts of a checkpoint."""
-    state = targets.of_module(name)
-    nodes = found.indexes[source]["objects"][name]
-    for what, keys in (
-        ("lacks", state.keys() - nodes.keys()),
-        ("has", nodes.keys() - state.keys()),
-    ):
-        if keys:
-            some = ", ".join(sorted(keys)[:5])
-            raise ValueError(f"{name}: the checkpoint {what} {len(keys)} entries, such as {some}")
-    get = getter(read(found, source, name, targets))
-    load_module(module, {key: decode_tree(node, get) for key, node in nodes.items()})
+class SavedRank:
+    """The state of one rank in a checkpoint.
 
+    Args:
+        found: the checkpoint.
+        source: the rank.
+        targets: the tensors to fill.
+    """
 
-def load_optimizer_from(
-    found: CheckpointSet,
-    source: int,
-    name: str,
-    optimizer: torch.optim.Optimizer,
-    targets: Targets,
-) -> None:
-    """Load an optimizer, whose state has the known layout, from the parts of a checkpoint."""
-    get = getter(read(found, source, name, targets))
-    node = found.indexes[source]["objects"][name]
-    state = {key: decode_tree(value, get) for key, value in node["state"]}
-    optimizer.load_state_dict({"state": state, **decode_tree(node["rest"], get)})
+    def __init__(self, found: CheckpointSet, source: int, targets: Targets) -> None:
+        self.nodes: dict[str, Any] = found.indexes[source]["objects"]
+        """The states of all objects, as in the index."""
+        self._entries = found.indexes[source]["tensors"]
+        self._found, self._source, self._targets = found, source, targets
+
+    def load_module(self, name: str, module: torch.nn.Module) -> None:
+        """Load a module."""
+        state, nodes = self._targets.of_module(name), self.nodes[name]
+        for what, keys in (
+            ("lacks", state.keys() - nodes.keys()),
+            ("has", nodes.keys() - state.keys()),
+        ):
+            if keys:
+                some = ", ".join(sorted(keys)[:5])
+                raise ValueError(
+                    f"{name}: the checkpoint {what} {len(keys)} entries, such as {some}"
+                )
+        get = getter(self.read(name))
+        load_module(module, {key: decode_tree(node, get) for key, node in nodes.items()})
+
+    def load_optimizer(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        """Load an optimizer, whose state has the known layout."""
+        get, node = getter(self.read(name)), self.nodes[name]
+        state = {key: decode_tree(value, get) for key, value in node["state"]}
+        optimizer.load_state_dict({"state": state, **decode_tree(node["rest"], get)})
+
+    def read_others(self, items: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Read the tensors of all other objects.
+
+        A tensor that ``items`` hold as a DTensor is read in the same placement.
+        """
+        entries = self._entries[OTHERS]
+        placed: dict[str, torch.Tensor] = {}
+        if any("shape" in entry for entry in entries.values()):  # sharded when it was saved
+            for name, item in items.items():
+                for key, tensor in _shards(state_of(item), name):
+                    if key in entries:
+                        dtype = self._found.shape_and_dtype(self._source, OTHERS, key)[1]
+                        placed[key] = torch.empty_like(tensor.detach(), dtype=dtype)
+        return self.read(OTHERS, placed)
+
+    def read(self, group: str, placed: Mapping[str, torch.Tensor] = {}) -> dict[str, torch.Tensor]:
+        """Read all tensors of an object, by key, into ``placed`` or the targets."""
+        filled = self._targets.filled
+        tensors: dict[str, torch.Tensor] = {}
+        for key in self._entries[group]:
+            if key in placed:
+                tensors[key] = placed[key]
+                filled.pop((group, key), None)
+            else:
+                facts = self._found.shape_and_dtype(self._source, group, key)
+                tensors[key] = self._targets.take(group, key, *facts)
+        targets = {(group, key): each for key, each in tensors.items()}
+        self._found.load(self._source, targets, filled)
+        return tensors
+
+    def decoded(self, name: str) -> Any:
+        """Return the state of an object that is neither module nor optimizer."""
+        return decode_tree(self.nodes[name], getter(self.read(OTHERS)))
 
 
 def new_state_of_param(
@@ -184,43 +224,6 @@ def new_tensor(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
 def is_node_of_optimizer(node: Any) -> bool:
     """Whether :func:`take_optimizer` returned the node."""
     return isinstance(node, dict) and node.keys() == {"state", "rest"}
-
-
-def read_others(
-    found: CheckpointSet, source: int, items: Mapping[str, Any], targets: Targets
-) -> dict[str, torch.Tensor]:
-    """Read the tensors of all other objects.
-
-    A tensor that ``items`` hold as a DTensor is read in the same placement.
-    """
-    entries = found.indexes[source]["tensors"][OTHERS]
-    placed: dict[str, torch.Tensor] = {}
-    if any("shape" in entry for entry in entries.values()):  # sharded when it was saved
-        for name, item in items.items():
-            for key, tensor in _shards(state_of(item), name):
-                if key in entries:
-                    dtype = found.shape_and_dtype(source, OTHERS, key)[1]
-                    placed[key] = torch.empty_like(tensor.detach(), dtype=dtype)
-    return read(found, source, OTHERS, targets, placed)
-
-
-def read(
-    found: CheckpointSet,
-    source: int,
-    group: str,
-    targets: Targets,
-    placed: Mapping[str, torch.Tensor] = {},
-) -> dict[str, torch.Tensor]:
-    """Read all tensors of an object, by key, into ``placed`` or ``targets``."""
-    tensors: dict[str, torch.Tensor] = {}
-    for key in found.indexes[source]["tensors"][group]:
-        if key in placed:
-            tensors[key] = placed[key]
-            targets.filled.pop((group, key), None)
-        else:
-            tensors[key] = targets.take(group, key, *found.shape_and_dtype(source, group, key))
-    found.load(source, {(group, key): each for key, each in tensors.items()}, targets.filled)
-    return tensors
 
 
 def getter(tensors: Mapping[str, torch.Tensor]) -> Callable[[str, Any], Any]:

@@ -9,10 +9,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch.utils.hooks import RemovableHandle
 
 from swansong._torch.changes import count_of
+from swansong._torch.kinds import optimizers_of
 
 INTERVALS = 3
 """Number of intervals between two steps after which the order is clear."""
@@ -40,12 +40,11 @@ class OrderWatch:
         self._objects = {name: item for name, item in objects.items() if name != "loader"}
         self._loader = objects.get("loader")
         self._handles: list[RemovableHandle] = []
-        for name, item in objects.items():
-            if isinstance(item, torch.optim.Optimizer):
-                # An optimizer around another one may have no hooks.
-                with contextlib.suppress(AttributeError, TypeError):
-                    hook = functools.partial(self._before_step, name)
-                    self._handles.append(item.register_step_pre_hook(hook))
+        for name, optimizer in optimizers_of(objects).items():
+            # An optimizer around another one may have no hooks.
+            with contextlib.suppress(AttributeError, TypeError):
+                hook = functools.partial(self._before_step, name)
+                self._handles.append(optimizer.register_step_pre_hook(hook))
         self.begin()
 
     @property

@@ -6,13 +6,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+
+from swansong._torch.kinds import ddp_modules
 
 INTERVAL_S = 1.0
 """Time between two measured steps."""
@@ -27,24 +28,17 @@ class OwnTime:
     in :data:`INTERVAL_S` is measured, on a GPU with events, for which nothing waits.
 
     Args:
-        objects: of the training state.  Without ``DistributedDataParallel``, nothing is measured, nor with a
-            ``SyncBatchNorm``, in whose forward pass the ranks wait for each other.
+        objects: of the training state, by name.  Without ``DistributedDataParallel``, nothing is measured,
+            nor with a ``SyncBatchNorm``, in whose forward pass the ranks wait for each other.
     """
 
-    def __init__(self, objects: Iterable[Any]) -> None:
+    def __init__(self, objects: Mapping[str, Any]) -> None:
         self._next_mono_s = 0.0
         self._marks: list[float | torch.cuda.Event] = []
         """Begin and end of the parts of the step that is measured now."""
         self._measured: deque[list[float | torch.cuda.Event]] = deque(maxlen=_SAMPLES)
         self._samples_s: deque[float] = deque(maxlen=_SAMPLES)
-        found = (
-            module
-            for item in objects
-            if isinstance(item, nn.Module)
-            for module in item.modules()
-            if isinstance(module, DistributedDataParallel)
-        )
-        wrapper = next(found, None)
+        wrapper = next((module for _, module in ddp_modules(objects)), None)
         self._hooks = []
         if wrapper is not None and not any(
             isinstance(module, nn.SyncBatchNorm) for module in wrapper.modules()

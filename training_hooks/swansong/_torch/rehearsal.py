@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from swansong._torch.kinds import modules_of, optimizers_of
 from swansong._torch.loader import ResumableLoader, find_data_loader
 from swansong._torch.modules import load_module, state_of_module, unwrap
 from swansong._torch.objects import params_of
@@ -18,26 +19,6 @@ from swansong._torch.outside import inside
 from swansong._torch.sharding import is_sharded
 
 log = logging.getLogger("swansong")
-
-
-@contextlib.contextmanager
-def trying(action: str, name: str, item: Any) -> Iterator[None]:
-    """Name the object in an error.
-
-    Args:
-        action: ``save`` or ``load``.
-        name: of the object.
-        item: the object.
-
-    Raises:
-        TypeError: the block raised an error.
-    """
-    try:
-        yield
-    except Exception as error:
-        kind = type(unwrap(item)).__qualname__
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise TypeError(f"cannot {action} {name}, a {kind}: {reason}") from error
 
 
 def check_module(module: torch.nn.Module) -> None:
@@ -94,10 +75,7 @@ def check_relations(objects: Mapping[str, Any]) -> None:
     Raises:
         ValueError: an object belongs to another one that is not in the state.
     """
-    modules = [item for item in objects.values() if isinstance(item, torch.nn.Module)]
-    optimizers = {
-        name: item for name, item in objects.items() if isinstance(item, torch.optim.Optimizer)
-    }
+    modules, optimizers = modules_of(objects).values(), optimizers_of(objects)
     known = {id(param): param for module in modules for param in module.parameters()}
     is_model_sharded = any(map(is_sharded, known.values()))
     for name, optimizer in optimizers.items():

@@ -19,6 +19,12 @@ def is_sharded(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def local(tensor: Any) -> torch.Tensor:
+    """Return the part of a tensor that is in the memory of this rank: of a plain tensor, the whole."""
+    held: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return held
+
+
 def own_part(tensor: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
     """Return the part of a tensor on this rank, which shares its memory, and the offsets of this part.
 

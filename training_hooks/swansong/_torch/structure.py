@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from swansong._torch.kinds import modules_of, optimizers_of
 from swansong._torch.modules import state_of_module, unwrap
 
 log = logging.getLogger("swansong")
@@ -33,11 +34,10 @@ def structure_of(objects: Mapping[str, Any], names: Mapping[str, Any] | None = N
         names: the names in the state of each module, if they are known already.
     """
     found: Structure = {}
-    for name, item in objects.items():
-        if isinstance(item, torch.optim.Optimizer):
-            found[name] = tuple(len(group["params"]) for group in item.param_groups)
-        elif isinstance(item, torch.nn.Module):
-            found[name] = (state_of_module(item) if names is None else names[name]).keys()
+    for name, optimizer in optimizers_of(objects).items():
+        found[name] = tuple(len(group["params"]) for group in optimizer.param_groups)
+    for name, module in modules_of(objects).items():
+        found[name] = (state_of_module(module) if names is None else names[name]).keys()
     return found
 
 
@@ -70,8 +70,7 @@ def modes_of(objects: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """
     return {
         name: {kind: "".join("01"[bit] for _, bit in bits) for kind, bits in _modes(item)}
-        for name, item in objects.items()
-        if isinstance(item, torch.nn.Module)
+        for name, item in modules_of(objects).items()
     }
 
 
@@ -142,8 +141,7 @@ def options_of(objects: Mapping[str, Any]) -> Options:
             }
             for group in item.param_groups
         ]
-        for name, item in objects.items()
-        if isinstance(item, torch.optim.Optimizer)
+        for name, item in optimizers_of(objects).items()
     }
 
 
