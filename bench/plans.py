@@ -88,7 +88,7 @@ class EmptiedS3(S3):
 def measured(size: Size, evacuations: int, evacuations_per_vm: int) -> list[Outcome]:
     """The outcomes of one size."""
     s3 = EmptiedS3(["ckpt"])
-    control = StoreControl(s3.respond, s3.corrupt, (), s3.order)
+    control = StoreControl(s3.respond, (), s3.order)
     control.total_bytes_per_s = size.link_bytes_per_s
     outcomes: list[Outcome] = []
     with StoreServer(("127.0.0.1", 0), control) as server:

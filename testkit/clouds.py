@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The emulated clouds for tests: raise a notice, read the bucket, make the store fail.
 
-The bucket is read and written by plain HTTP, without the code under test.
+The bucket is read and written by plain HTTP with botocore's signatures, without the code under test.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from typing import Any
 from urllib.parse import quote, urlencode
 from xml.etree import ElementTree as ET
 
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
+
 from testkit.rig import control
 
-_SIGNED = "AWS4-HMAC-SHA256 Credential=tests/20300101/us-east-1/s3/aws4_request"
-"""The emulator reads the credential, and does not check the signature."""
+_ACCOUNT = Credentials("test", "test")
+"""Default account of the emulator."""
 SPOT_PATH = "/latest/meta-data/spot/instance-action"
 
 
@@ -38,10 +42,6 @@ class Aws:
 
     def withdraw(self) -> None:
         control(self.url, "withdraw")
-
-    def returns_instead(self, body: str) -> None:
-        """From now on the path of the notice returns this body."""
-        control(self.url, "fault", kind="body", path=SPOT_PATH, value=body)
 
     def polls(self) -> int:
         """The number of requests that returned a notice."""
@@ -129,9 +129,6 @@ class Bucket:
         """All objects, by key."""
         return {key: self.get(key) for key in self.keys(below)}
 
-    def flip_bit(self, key: str) -> None:
-        self.order("corrupt", object=f"{self.prefix}/{key}")
-
     def damage(self, shard: dict[str, Any]) -> None:
         """Flip one bit of a shard of :meth:`manifests`."""
         data = bytearray(self.get(shard["key"]))
@@ -170,9 +167,11 @@ class Bucket:
         return [json.loads(self.get(key)) for key in sorted(self.keys(f"{run}/farewells/"))]
 
     def _ask(self, method: str, target: str, data: bytes | None = None) -> bytes:
-        url = f"{self.endpoint}/ckpt{target}"
-        headers = {"Authorization": _SIGNED, "Content-Type": "application/octet-stream"}
-        request = urllib.request.Request(url, data=data, method=method, headers=headers)
+        signed = AWSRequest(method, f"{self.endpoint}/ckpt{target}", data=data)
+        signed.headers["Content-Type"] = "application/octet-stream"
+        S3SigV4Auth(_ACCOUNT, "s3", "us-east-1").add_auth(signed)
+        headers = dict(signed.headers)
+        request = urllib.request.Request(signed.url, data=data, method=method, headers=headers)
         with urllib.request.urlopen(request, timeout=10) as answer:
             content: bytes = answer.read()
         return content

@@ -27,12 +27,12 @@ from swansongd.observe.status import to_json
 
 from testkit import EXAMPLES
 from testkit.waiting import until
-from testkit.warm import WarmProcess
+from testkit.warm import WarmProcess, descendants, kill
 
 BIN = Path(sys.executable).parent
 CREDENTIALS = {
-    "AWS_ACCESS_KEY_ID": "emulated",
-    "AWS_SECRET_ACCESS_KEY": "emulated",
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "test",
     "AWS_EC2_METADATA_DISABLED": "true",
 }
 
@@ -272,8 +272,7 @@ class Vm:
 
     def power_off(self, *, keep_disk: bool = False) -> None:
         """Cut the power: all processes die at the same time, and the files on the disk are lost."""
-        for process in self.processes:
-            process.kill()
+        self._kill_all()
         if not keep_disk:
             self.lose_staging()
 
@@ -292,7 +291,13 @@ class Vm:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for process in self.processes:
+        self._kill_all()
+
+    def _kill_all(self) -> None:
+        """Kill all processes with their descendants: the workers of torchrun would outlive it."""
+        live = [process for process in self.processes if process.popen.poll() is None]
+        kill(pid for process in live for pid in descendants(process.pid))
+        for process in live:
             process.kill()
 
 

@@ -4,9 +4,9 @@
 A server imports the modules once, with one thread, and forks for each start.  The executable is a small
 client: it passes its arguments, environment, working directory, network namespace and open files to the
 server, waits for the forked process, and ends with its status.  The forked process has its own pid and
-session.  Signals to the client are passed on.  The end of the client kills the process group of the forked
-process, and the end of the server kills all.  :class:`WarmProcess` is a client without a process: its pid is
-that of the forked one.
+session.  Signals to the client are passed on.  The end of the client kills the forked process with its
+group and its descendants, and the end of the server kills all.  :class:`WarmProcess` is a client without a
+process: its pid is that of the forked one.
 """
 
 from __future__ import annotations
@@ -131,6 +131,16 @@ class WarmPythons:
         for listener in listeners.values():
             listener.close()
         return server
+
+    def clients(self) -> list[str]:
+        """The command lines of the executables that still run."""
+        lines = []
+        for file in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                words = file.read_bytes().decode(errors="replace").split("\0")
+                if any(word.startswith(self.directory) for word in words):
+                    lines.append(" ".join(words).strip())
+        return lines
 
     def close(self) -> None:
         """Kill the servers and all processes below them, without waiting for an import or a test."""
@@ -321,9 +331,10 @@ class _Server:
                 os.kill(pid, number)
             if not signals:
                 self._poll.unregister(fd)
+                below = descendants(pid)  # the workers of torchrun have sessions of their own
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
-                os.kill(pid, signal.SIGKILL)
+                kill([pid, *below])
             return
         _, status = os.waitpid(pid, 0)
         with contextlib.suppress(OSError):

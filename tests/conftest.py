@@ -65,6 +65,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail if a trainer has outlived its test: it takes a part of a core until the end of all tests."""
+    if WARM in session.config.stash and (left := session.config.stash[WARM].clients()):
+        print("\nERROR: processes have outlived their tests:", *left, sep="\n")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     if WARM in config.stash:
         config.stash[WARM].close()

@@ -26,7 +26,6 @@ from testkit.emulators.store_control import (
     ListingMode,
     StoreResponse,
     error_response,
-    flip_stored,
 )
 
 _PAGE = 1000
@@ -153,11 +152,6 @@ class Gcs:
             except GcsError as refused:
                 response = error_response(refused.status, refused.code)
                 return StoreResponse(response.status) if call.method == "HEAD" else response
-
-    def corrupt(self, name: str) -> bool:
-        with self._lock:
-            objects = {name: bucket.objects for name, bucket in self._buckets.items()}
-            return flip_stored(objects, name)
 
     # ------------------------------------------------------------ JSON interface
 

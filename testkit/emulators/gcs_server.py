@@ -30,7 +30,7 @@ def main() -> None:
     add_arguments(parser)
     options = parser.parse_args()
     gcs = Gcs(options.bucket)
-    serve(options, StoreControl(gcs.respond, gcs.corrupt, PRECONDITIONS, gcs.order))
+    serve(options, StoreControl(gcs.respond, PRECONDITIONS, gcs.order))
 
 
 if __name__ == "__main__":

@@ -56,18 +56,6 @@ class S3:
                 return error_response(400, "BadDigest")
             return self._moto(call)
 
-    def corrupt(self, name: str) -> bool:
-        from moto.s3.models import s3_backends
-
-        with self._lock:
-            for account in s3_backends.values():
-                for bucket in account["aws"].buckets.values():
-                    if name in bucket.keys:
-                        key = bucket.keys[name]
-                        key.value = bytes([key.value[0] ^ 1]) + key.value[1:]
-                        return True
-        return False
-
     def _moto(self, call: Call) -> StoreResponse:
         environment: dict[str, Any] = {
             "REQUEST_METHOD": call.method,
@@ -143,7 +131,7 @@ def main() -> None:
     s3 = S3()
     for bucket in options.bucket:
         s3.create_bucket(bucket)
-    control = StoreControl(s3.respond, s3.corrupt, PRECONDITIONS)
+    control = StoreControl(s3.respond, PRECONDITIONS)
     server = make_server(
         options.host, options.port, wsgi(control), threaded=True, request_handler=Handler
     )

@@ -42,7 +42,6 @@ from testkit.emulators.store_control import (
     StoreControl,
     StoreResponse,
     error_response,
-    flip_stored,
 )
 from testkit.emulators.store_server import add_arguments, serve
 
@@ -140,11 +139,6 @@ class S3:
                 case _:
                     return False
         return True
-
-    def corrupt(self, name: str) -> bool:
-        with self._lock:
-            objects = {name: bucket.objects for name, bucket in self._buckets.items()}
-            return flip_stored(objects, name)
 
     # ------------------------------------------------------------ requests
 
@@ -436,7 +430,7 @@ def main() -> None:
     add_arguments(parser)
     options = parser.parse_args()
     s3 = S3(options.bucket)
-    serve(options, StoreControl(s3.respond, s3.corrupt, (), s3.order))
+    serve(options, StoreControl(s3.respond, (), s3.order))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ Commands below ``/_control/``, by POST with a query, except for the last one::
     say?body=TEXT&method=PUT&match=/data/&times=1
                                 the next requests get the body TEXT and have no effect; ``status``
                                 defaults to 200
-    corrupt?object=NAME         flip one bit of the stored object
     preconditions?honour=0      ignore create-if-absent, as some stores do
     page?size=2                 limit the size of pages of listings
     listing?reversed=1&duplicates=1&loop=1
@@ -47,7 +46,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Self
 from urllib.parse import parse_qs, unquote
 from xml.sax.saxutils import escape
 
@@ -157,16 +156,6 @@ def error_response(status: int, code: str, message: str = "") -> StoreResponse:
     return StoreResponse(status, body.encode(), {"Content-Type": "application/xml"})
 
 
-def flip_stored(buckets: Mapping[str, dict[str, Any]], name: str) -> bool:
-    """Flip one bit of the stored object of that name, a dataclass; returns whether it exists."""
-    for objects in buckets.values():
-        if name in objects:
-            old = objects[name]
-            objects[name] = replace(old, data=bytes([old.data[0] ^ 1]) + old.data[1:])
-            return True
-    return False
-
-
 @dataclass(frozen=True)
 class _Fault:
     kind: str
@@ -186,7 +175,6 @@ class StoreControl:
 
     Args:
         respond: the store without faults.
-        corrupt: flips one bit of the object of that name; returns whether it exists.
         ignoring: headers and query parameters that make a create conditional, in lower case.
         order: executes a command of this store; returns whether it is known.
     """
@@ -194,12 +182,10 @@ class StoreControl:
     def __init__(
         self,
         respond: Callable[[Call], StoreResponse],
-        corrupt: Callable[[str], bool],
         ignoring: tuple[str, ...],
         order: Callable[[str, Call], bool] = lambda _name, _call: False,
     ) -> None:
         self._respond = respond
-        self._corrupt = corrupt
         self._preconditions = ignoring
         self._store_order = order
         self._lock = threading.Lock()
@@ -312,9 +298,6 @@ class StoreControl:
             elif name == "pace":
                 self.connection_bytes_per_s = float(call.parameter("connection_bytes_per_s") or 0)
                 self.total_bytes_per_s = float(call.parameter("total_bytes_per_s") or 0)
-            elif name == "corrupt":
-                if not self._corrupt(call.parameter("object") or ""):
-                    return StoreResponse(404, b"no such object")
             elif not self._store_order(name, call):
                 return StoreResponse(400, b"no such order")
         return StoreResponse(200, b"{}")

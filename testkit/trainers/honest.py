@@ -26,7 +26,7 @@ import swansong
 
 STEPS_BEFORE_ROLLBACK = 10
 ENDS = ("close", "finish", "exit", "sit")
-_LOOK_S = 0.002
+_LOOK_S = 0.01
 
 
 def emit(**facts: object) -> None:

@@ -42,7 +42,9 @@ def test_a_slow_link_carries_some_newest_commit(
     cloud.order("pace", total_bytes_per_s=LINK_BYTES_PER_S)
     primary, mirror = MemoryStore(), cloud.open(bucket=name)
     commit.claim_generation(primary, KEYS, identity={}, start_id="vm")
-    state: Any = SimpleNamespace(evacuation=None, flush=SimpleNamespace(flight=None))
+    state: Any = SimpleNamespace(
+        evacuation=None, must_yield=False, flush=SimpleNamespace(flight=None)
+    )
     stop = threading.Event()
     mirroring = Mirroring(
         primary, mirror, KEYS, state=lambda: state, post=[].append, stop=stop, connections=1

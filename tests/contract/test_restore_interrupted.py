@@ -7,8 +7,6 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -99,24 +97,22 @@ def resumed(tmp_path: Path, to: Path) -> tuple[RestoreResult, OddStore]:
     return got, store
 
 
-CHILD = """
-import os, signal, sys
-from pathlib import Path
-from testkit.odd_store import OddStore
-from swansong_bucket.format.keys import RunKeys
-from swansong_bucket.transfer import reader
-from swansong_bucket.transfer.reader import ReadOptions
-from swansong_bucket.transfer.restore import restore
-from swansong_bucket.transfer.target import RestoreTarget
+def killed_at(tmp_path: Path, to: Path, request_number: int) -> None:
+    """Run a restore in a fork, which is killed in this request."""
+    pid = os.fork()
+    if pid == 0:
+        store = OddStore(tmp_path / "store")
 
-reader._SYNCS = 1
-store = OddStore(Path(sys.argv[1]))
-def kill(key, offset, window):
-    if len(store.given) == int(sys.argv[3]):
-        os.kill(os.getpid(), signal.SIGKILL)
-store.instead = kill
-restore(store, RunKeys("r"), RestoreTarget(Path(sys.argv[2])), options=ReadOptions(connections=1))
-"""
+        def kill(_key: str, _offset: int, _window: memoryview) -> None:
+            if len(store.given) == request_number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        store.instead = kill
+        try:
+            restore(store, KEYS, RestoreTarget(to), options=ReadOptions(connections=1))
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
 
 
 @pytest.mark.fault("G11", "H01")
@@ -125,13 +121,7 @@ def test_after_sigkill_only_missing_chunks_are_fetched(
     store: FileStore, tmp_path: Path, to: Path, request_number: int
 ) -> None:
     """Killed in request n: the n-1 chunks before are not fetched again, and all bytes are right."""
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(tmp_path / "store"), str(to), str(request_number)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == -signal.SIGKILL
+    killed_at(tmp_path, to, request_number)
     assert not to.exists()
     got, again = resumed(tmp_path, to)
     assert tree(to) == NEW

@@ -263,7 +263,7 @@ def test_a_directory_that_is_swapped_for_a_link(tmp_path: Path) -> None:
         return True
 
     try:
-        for number in range(300):
+        for number in range(100):
             outcomes.add(put(number))
         until(lambda: outcomes.add(put(0)) or outcomes == {True, False}, what="both outcomes")
     finally:

@@ -49,7 +49,7 @@ store = open_store(
 )
 # On a loaded machine a connection that is far slower than the others is cut.
 tried = Retrying(store, give_up_mono_s=lambda: None, budget_s=30.0, stop=threading.Event())
-content = b"x" * (5 * 2**20)
+content = b"x" * (2 * 2**20)
 count = 12
 
 

@@ -17,8 +17,8 @@ from testkit import EXAMPLES, TRAINERS
 from testkit.clouds import Aws, Azure, Bucket, Gcp
 from testkit.emulators.process import EmulatorProcess
 from testkit.fake_nvml import FakeNvml, has_compiler
-from testkit.rig import Process, Vm, control
-from testkit.strict_bucket import ACCOUNT, Strict
+from testkit.rig import CREDENTIALS, Process, Vm, control
+from testkit.strict_bucket import Strict
 from testkit.warm import python_of
 
 NewVm = Callable[..., Vm]
@@ -34,7 +34,7 @@ def imds() -> Iterator[EmulatorProcess]:
 @pytest.fixture(scope="session")
 def s3() -> Iterator[EmulatorProcess]:
     with EmulatorProcess(
-        "testkit.emulators.s3_server", "--port", "0", "--bucket", "ckpt"
+        "testkit.emulators.s3_strict", "--port", "0", "--bucket", "ckpt"
     ) as emulator:
         yield emulator
 
@@ -125,20 +125,13 @@ def weights_after() -> Callable[[int], str]:
     return digest
 
 
-@pytest.fixture(scope="module")
-def strict_s3() -> Iterator[EmulatorProcess]:
-    with EmulatorProcess(
-        "testkit.emulators.s3_strict", "--port", "0", "--bucket", "ckpt"
-    ) as emulator:
-        yield emulator
-
-
 @pytest.fixture
-def strict_bucket(strict_s3: EmulatorProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Strict]:
-    for name, value in ACCOUNT.items():
+def strict_bucket(s3: EmulatorProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Strict]:
+    """An empty prefix in the same bucket, which the test reads with the client of the daemon."""
+    for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
-    yield Strict(strict_s3.url, secrets.token_hex(4))
-    control(strict_s3.url, "clear")
+    yield Strict(s3.url, secrets.token_hex(4))
+    control(s3.url, "clear")
 
 
 @pytest.fixture

@@ -155,40 +155,6 @@ def test_one_notice_is_one_emergency_checkpoint(
     assert [manifest["step"] for manifest in bucket.manifests()] == [verdict["step"]]
 
 
-def test_a_stop_notice_is_handled_like_a_terminate_notice(
-    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
-) -> None:
-    """A stopped VM loses its local disks as well."""
-    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
-    daemon = vm.start_daemon()
-    vm.start_trainer(script=witness).lines.wait(step=5)
-    aws.notice("stop", in_s=30)
-    assert daemon.lines.wait(event="notice")["kind"] == "stop"
-    daemon.lines.wait(event="verdict", verdict="SAFE")
-    assert len(bucket.manifests()) == 1
-
-
-@pytest.mark.fault("N08")
-@pytest.mark.parametrize(
-    "body",
-    ['{"action": "term', '{"action": "terminate"}', '{"action": "vanish", "time": "soon"}', ""],
-    ids=["cut off", "no time", "unknown action", "empty"],
-)
-def test_an_unreadable_notice_counts_as_a_notice(
-    aws: Aws, bucket: Bucket, new_vm: Any, witness: str, body: str
-) -> None:
-    """An unnecessary checkpoint costs seconds; the assumed deadline is near."""
-    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
-    daemon = vm.start_daemon()
-    vm.start_trainer(script=witness).lines.wait(step=2)
-    aws.returns_instead(body)
-    notice = daemon.lines.wait(event="notice")
-    assert notice["deadline_quality"] == "assumed"
-    assert notice["seconds_left"] <= 25
-    daemon.lines.wait(event="verdict", verdict="SAFE")
-    assert len(bucket.manifests()) == 1
-
-
 @pytest.mark.fault("N12")
 def test_without_a_notice_the_loss_is_the_lag_in_status(
     bucket: Bucket, new_vm: Any, witness: str

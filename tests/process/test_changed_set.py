@@ -11,7 +11,7 @@ import pytest
 from swansong import layout
 
 from testkit.staged import seal_files
-from testkit.strict_bucket import ACCOUNT, Strict, digests_of
+from testkit.strict_bucket import Strict, digests_of
 from testkit.waiting import until
 
 CHUNK_BYTES = 5 * 2**20
@@ -26,7 +26,7 @@ def test_a_file_that_changes_during_its_upload_voids_the_set(
     """The file changes after two of its chunks are stored.  The set is not committed, the older commit
     remains, and the next set is committed."""
     vm = new_vm("vm", strict_bucket.table(), settings=FLUSH)
-    daemon = vm.start_daemon(**ACCOUNT)
+    daemon = vm.start_daemon()
     seal_files(vm.run_directory, 1, {"model.bin": b"older"})
     daemon.lines.wait(event="committed", step=1)
     for digest in digests_of(FROZEN, CHUNK_BYTES)[2:]:

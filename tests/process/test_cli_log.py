@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from testkit.waiting import until
+from testkit.warm import python_of
 
 PRELUDE = """
 import json, logging, os, sys, time
@@ -21,9 +21,13 @@ logger = structlog.get_logger("made-before-configure")
 """
 
 
+def warm() -> str:
+    return python_of(os.environ["SWANSONG_TEST_WARM"], "swansongd")
+
+
 def run(body: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + body],
+        [warm(), "-c", PRELUDE + body],
         capture_output=True,
         text=True,
         timeout=60,
@@ -116,7 +120,7 @@ def test_a_stalled_reader_does_not_block_and_lost_lines_are_counted() -> None:
         "log.flush(30)\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + body],
+        [warm(), "-c", PRELUDE + body],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         pass_fds=[write_fd],

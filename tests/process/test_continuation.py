@@ -14,7 +14,7 @@ import pytest
 from testkit.rig import Vm
 from testkit.staged import another_boot, seal_files
 from testkit.store_tap import WRITES, StoreTap, When
-from testkit.strict_bucket import ACCOUNT, Strict, digests_of
+from testkit.strict_bucket import Strict, digests_of
 from testkit.waiting import until
 
 MIB = 2**20
@@ -36,14 +36,14 @@ def test_killed_at_any_request_the_flush_continues(
     first = 7 if when == "before" else 1
     with StoreTap(strict_bucket.url) as tap:
         vm = new_vm("vm", strict_bucket.table(tap.url), settings=FLUSH)
-        vm.start_daemon(**ACCOUNT).lines.wait(event="health", source="store", health="ok")
+        vm.start_daemon().lines.wait(event="health", source="store", health="ok")
         assert vm.daemon is not None
         vm.daemon.kill()
         content = seal_files(vm.run_directory, 7, {"model.bin": FROZEN, "adapter.bin": b"small"})
         seen: dict[str, str] = {}
         # The first reads of a process are those of the claim: later ones are part of the flush.
         for request in itertools.count(first):
-            daemon = vm.start_daemon(ready=False, **ACCOUNT)
+            daemon = vm.start_daemon(ready=False)
             # A lost reply to a read changes as little as a request that never arrived.
             methods = WRITES if when == "after" else ("GET", "HEAD", *WRITES)
             tap.arm(request, when, daemon.kill, methods=methods)
@@ -71,7 +71,7 @@ def test_a_reboot_that_keeps_the_disk_continues_the_same_set(
     content, vm = _cut_off(strict_bucket, new_vm)
     another_boot(vm.run_directory)
     strict_bucket.order("clear")
-    vm.start_daemon(**ACCOUNT).lines.wait(event="committed", step=7)
+    vm.start_daemon().lines.wait(event="committed", step=7)
 
     assert strict_bucket.restored(tmp_path / "restored") == content
     (manifest,) = strict_bucket.manifests()
@@ -89,7 +89,7 @@ def test_chunks_that_the_store_has_dropped_are_sent_again(
     for key in strict_bucket.objects("run/data/"):
         strict_bucket.store.delete(key)
     strict_bucket.order("clear")
-    vm.start_daemon(**ACCOUNT).lines.wait(event="committed", step=7)
+    vm.start_daemon().lines.wait(event="committed", step=7)
 
     assert strict_bucket.restored(tmp_path / "restored") == content
     assert set(DIGESTS) < strict_bucket.chunks_sent().keys()
@@ -101,7 +101,7 @@ def test_killed_while_it_sends_changed_chunks_the_next_daemon_sends_only_the_oth
 ) -> None:
     """Three of five chunks have changed.  One of them is stored when the daemon is killed."""
     vm = new_vm("vm", strict_bucket.table(), settings=FLUSH)
-    daemon = vm.start_daemon(**ACCOUNT)
+    daemon = vm.start_daemon()
     seal_files(vm.run_directory, 1, {"model.bin": FROZEN})
     daemon.lines.wait(event="committed", step=1)
     changed = bytearray(FROZEN)
@@ -114,7 +114,7 @@ def test_killed_while_it_sends_changed_chunks_the_next_daemon_sends_only_the_oth
     until(lambda: first.encode() in _known(vm), what="a chunk to be stored")
     daemon.kill()
     strict_bucket.order("clear")
-    daemon = vm.start_daemon(**ACCOUNT)
+    daemon = vm.start_daemon()
     daemon.lines.wait(event="committed", step=2)
     sent = strict_bucket.chunks_sent().keys()
     assert set(others) <= sent
@@ -126,7 +126,7 @@ def test_killed_while_it_sends_changed_chunks_the_next_daemon_sends_only_the_oth
 def test_frozen_weights_are_sent_once(strict_bucket: Strict, new_vm: Any, tmp_path: Path) -> None:
     """A LoRA-like run: the first commit sends the weights, later ones reference them, also after restarts."""
     vm = new_vm("vm", strict_bucket.table(), settings=FLUSH)
-    daemon = vm.start_daemon(**ACCOUNT)
+    daemon = vm.start_daemon()
     for step in (1, 2, 3, 4):
         content = seal_files(
             vm.run_directory, step, {"model.bin": FROZEN, "adapter.bin": b"%d" % step * 1000}
@@ -137,14 +137,14 @@ def test_frozen_weights_are_sent_once(strict_bucket: Strict, new_vm: Any, tmp_pa
         if step == 2:
             assert vm.status()["bytes_referenced"] == len(FROZEN)
             daemon.kill()
-            daemon = vm.start_daemon(**ACCOUNT)
+            daemon = vm.start_daemon()
     sent = strict_bucket.chunks_sent()
     assert [sent[digest] for digest in DIGESTS] == [1] * 5
     assert strict_bucket.restored(tmp_path / "restored") == content
 
     strict_bucket.order("clear")
     fresh = new_vm("fresh", strict_bucket.table(), settings=FLUSH)
-    daemon = fresh.start_daemon(**ACCOUNT)
+    daemon = fresh.start_daemon()
     until(lambda: b"named" in _known(fresh), what="the newest commit to be read")
     seal_files(fresh.run_directory, 5, {"model.bin": FROZEN, "adapter.bin": b"5"})
     daemon.lines.wait(event="committed", step=5)
@@ -160,7 +160,7 @@ def _known(vm: Vm) -> bytes:
 def _cut_off(strict_bucket: Strict, new_vm: Any) -> tuple[dict[str, bytes], Vm]:
     """A daemon that was killed when two of five chunks were stored and the others were in flight."""
     vm = new_vm("vm", strict_bucket.table(), settings=FLUSH)
-    daemon = vm.start_daemon(**ACCOUNT)
+    daemon = vm.start_daemon()
     daemon.lines.wait(event="health", source="store", health="ok")
     for digest in DIGESTS[2:]:
         strict_bucket.order("answer", status=503, method="PUT", match=digest, times=1_000_000)

@@ -12,7 +12,7 @@ import pytest
 from testkit import TRAINERS
 from testkit.clouds import Aws
 from testkit.rig import Process, Vm
-from testkit.strict_bucket import ACCOUNT, Strict, digests_of
+from testkit.strict_bucket import Strict, digests_of
 from testkit.trainers.slow_save import OPTIMIZER_BYTES, SMALL_BYTES, WEIGHTS_BYTES, content
 from testkit.waiting import until
 
@@ -39,7 +39,7 @@ class Slow:
 @pytest.fixture
 def slow(aws: Aws, strict_bucket: Strict, new_vm: Any, tmp_path: Path) -> Slow:
     vm = new_vm("vm", strict_bucket.table(), metadata=aws.metadata, settings=SETTINGS)
-    daemon = vm.start_daemon(**ACCOUNT)
+    daemon = vm.start_daemon()
     gate = tmp_path / "gate"
     trainer = vm.start_trainer("--gate", str(gate), script=str(SCRIPT))
     daemon.lines.wait(event="committed", step=1)
@@ -108,6 +108,6 @@ def test_a_set_that_is_never_sealed_is_not_committed(
     aws.withdraw()
 
     second = new_vm("second", strict_bucket.table(), metadata=aws.metadata, settings=SETTINGS)
-    second.start_daemon(**ACCOUNT)
+    second.start_daemon()
     trainer = second.start_trainer("--gate", str(slow.gate), script=str(SCRIPT))
     assert trainer.lines.wait(event="resumed")["from_step"] == 1

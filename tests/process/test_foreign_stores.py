@@ -57,8 +57,7 @@ def test_a_foreign_store_returns_what_was_committed(
             **({"ca_bundle": str(ca)} if is_tls else {}),
         }
         flush = {"flush": {"chunk_bytes": "5MiB", "connections": 2}}
-        # Its doctor reads the environment of the daemon in /proc, where a fork has none.
-        vm = new_vm("vm", store, metadata=aws.metadata, settings=flush, warm=None)
+        vm = new_vm("vm", store, metadata=aws.metadata, settings=flush)
         daemon = vm.start_daemon(**ACCOUNT)
         daemon.lines.wait(event="health", source="store", health="ok")
         trainer = vm.start_trainer("--size-bytes", str(LARGE), script=witness)
@@ -70,6 +69,8 @@ def test_a_foreign_store_returns_what_was_committed(
         daemon.kill()
         proxy.forward()
 
+        # Its doctor reads the environment of the daemon in /proc, where a fork has none.
+        warm, vm.warm = vm.warm, None
         restarted = vm.start_daemon(**ACCOUNT)
         verdict = restarted.lines.wait(event="verdict", timeout_s=60)
         assert (verdict["verdict"], verdict["step"]) == ("SAFE", step)
@@ -78,6 +79,7 @@ def test_a_foreign_store_returns_what_was_committed(
         failures = {finding["name"] for finding in store_findings if finding["level"] == "failure"}
         assert failures == DOCTOR_FAILURES.get(name.removesuffix("-tls"), set()), examined
         restarted.kill()
+        vm.warm = warm
         listed = json.loads(vm.swansong("ls", "--json", **ACCOUNT).stdout)
         assert [commit["step"] for commit in listed] == [step]
         verified = vm.swansong("verify", **ACCOUNT)

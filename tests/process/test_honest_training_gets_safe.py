@@ -21,7 +21,7 @@ from testkit import TRAINERS
 from testkit.clouds import Aws, Bucket
 from testkit.fake_nvml import FakeNvml, has_compiler
 from testkit.rig import Process, Vm
-from testkit.strict_bucket import ACCOUNT, Strict
+from testkit.strict_bucket import Strict
 from testkit.waiting import until
 from tests.process.conftest import NewVm
 
@@ -321,7 +321,7 @@ def test_after_safe_a_shutdown_waits_for_no_set_that_cannot_fit(
     """
     strict_bucket.order("pace", total_bytes_per_s=1_000_000)
     vm = new_vm("vm", strict_bucket.table(), metadata=aws.metadata)
-    daemon = vm.start_daemon(ready=True, **ACCOUNT)
+    daemon = vm.start_daemon()
     small = train(vm)
     until(lambda: len(trained(small)) > 3, what="steps")
     aws.notice(in_s=120)

@@ -33,7 +33,7 @@ DAEMON_AS = REPOSITORY / "testkit" / "daemon_as.py"
 class Site(Vm):
     """A VM whose daemon is neither root nor the trainer, with a home and a store as targets."""
 
-    def __init__(self, disk: Path) -> None:
+    def __init__(self, disk: Path, warm: str) -> None:
         self.home = disk / "home"
         self.bucket = disk / "bucket"
         for directory in (self.home, self.bucket, disk / "staging", disk / "runtime"):
@@ -53,6 +53,7 @@ class Site(Vm):
                 "trainer": {"users": [TRAINER], "socket": str(disk / "runtime" / "trainer.sock")},
                 "notify": {"exec": ["/bin/grep", "^Cap", "/proc/self/status"]},
             },
+            warm=warm,
         )
         self.socket = disk / "runtime" / "trainer.sock"
         disk.chmod(0o755)
@@ -113,8 +114,8 @@ class Site(Vm):
 
 
 @pytest.fixture
-def site() -> Iterator[Site]:
-    with place_for_all(0) as disk, Site(disk) as made:
+def site(warm_python: str) -> Iterator[Site]:
+    with place_for_all(0) as disk, Site(disk, warm_python) as made:
         yield made
 
 
@@ -171,8 +172,14 @@ def test_the_daemon_creates_its_directories_at_the_start(site: Site) -> None:
 
 
 @pytest.mark.fault("S24", "S1", "S2")
-@pytest.mark.parametrize("plant", [plant_link, plant_partials])
-@pytest.mark.parametrize("place", ["home/.aws", "bucket", "staging/run/.swansongd"])
+@pytest.mark.parametrize(
+    ("plant", "place"),
+    [
+        (plant_link, "home/.aws"),
+        (plant_link, "staging/run/.swansongd"),
+        (plant_partials, "bucket"),
+    ],
+)
 def test_a_planted_restored_directory_redirects_nothing(site: Site, plant: Any, place: str) -> None:
     """No file of the daemon is written or deleted, and the trainer gets the checkpoint."""
     site.commit(100)

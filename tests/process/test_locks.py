@@ -25,7 +25,6 @@ def test_a_daemon_locks_what_it_commits(new_vm: Any) -> None:
     source = random.Random(7)
     files = {"same": source.randbytes(3000), "large": source.randbytes(2 * CHUNK_BYTES)}
     with EmulatorProcess("testkit.emulators.s3_strict", "--port", "0", "--bucket", "ckpt") as s3:
-        control(s3.url, "credentials?access_key=emulated&secret_key=emulated")
         control(s3.url, "bucket?name=ckpt&lock=1")
         store = {"url": "s3://ckpt/p", "endpoint": s3.url, "region": "us-east-1"}
         settings = {"flush": {"chunk_bytes": CHUNK_BYTES}}
@@ -52,8 +51,8 @@ def client(url: str) -> Any:
         "s3",
         endpoint_url=url,
         region_name="us-east-1",
-        aws_access_key_id="emulated",
-        aws_secret_access_key="emulated",
+        aws_access_key_id="test",
+        aws_secret_access_key="test",
     )
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from testkit import committed
 from testkit.clouds import Aws
 from testkit.rig import Vm
 from testkit.staged import seal_files
-from testkit.strict_bucket import ACCOUNT, Strict
+from testkit.strict_bucket import Strict
 from testkit.waiting import until
 
 MIB = 2**20
@@ -25,7 +26,7 @@ FILES = {"model.bin": LARGE, "optimizer.bin": b"small"}
 
 def restored(vm: Vm, to: Path, *options: str) -> tuple[int, dict[str, bytes]]:
     """Exit code of ``swansong restore``, and the files that it wrote."""
-    done = vm.swansong("restore", "--to", str(to), *options, **ACCOUNT)
+    done = vm.swansong("restore", "--to", str(to), *options)
     found = {
         str(path.relative_to(to)): path.read_bytes() for path in to.rglob("*") if path.is_file()
     }
@@ -40,31 +41,29 @@ def test_a_store_that_lists_in_another_order(
     strict_bucket.order("page", size=2)
     strict_bucket.order("listing", reversed=1, duplicates=1)
     vm = new_vm("vm", strict_bucket.table(), settings=FLUSH)
-    daemon = vm.start_daemon(**ACCOUNT)
+    daemon = vm.start_daemon()
     daemon.lines.wait(event="health", source="store", health="ok")
     for step in (3, 7):
         content = seal_files(vm.run_directory, step, FILES)
         daemon.lines.wait(event="committed", step=step)
     assert restored(vm, tmp_path / "restored") == (0, content)
-    verified = vm.swansong("verify", **ACCOUNT)
+    verified = vm.swansong("verify")
     assert verified.returncode == 0, verified.stdout
-    listed = json.loads(vm.swansong("ls", "--json", **ACCOUNT).stdout)
+    listed = json.loads(vm.swansong("ls", "--json").stdout)
     assert [commit["step"] for commit in listed] == [7, 3]
 
 
 @pytest.mark.fault("O15")
-@pytest.mark.parametrize("how", ["cut", "empty", "half", "foreign"])
 def test_a_truncated_listing_causes_no_fresh_start(
-    strict_bucket: Strict, new_vm: Any, tmp_path: Path, how: str
+    strict_bucket: Strict, new_vm: Any, tmp_path: Path
 ) -> None:
     """``restore --fresh-ok`` finds the commit behind a truncated listing, and never starts from scratch."""
+    content = {f"rank-00000/{name}": data for name, data in FILES.items()}
+    committed.commit(strict_bucket.store, content, run="run", step=7, chunk_bytes=5 * MIB)
     vm = new_vm("vm", strict_bucket.table(), settings=FLUSH)
-    daemon = vm.start_daemon(**ACCOUNT)
-    content = seal_files(vm.run_directory, 7, FILES)
-    daemon.lines.wait(event="committed", step=7)
-    daemon.kill()
-    strict_bucket.order("spoil", how=how, match="list-type", times=2)
-    assert restored(vm, tmp_path / "restored", "--fresh-ok") == (0, content)
+    for how in ("cut", "empty", "half", "foreign"):
+        strict_bucket.order("spoil", how=how, match="list-type", times=2)
+        assert restored(vm, tmp_path / how, "--fresh-ok") == (0, content)
 
 
 @pytest.mark.fault("O12", "O11")
@@ -76,7 +75,7 @@ def test_a_store_that_acknowledges_chunks_and_stores_nothing(
     No commit names such a chunk; once the store works, everything is stored and committed.
     """
     vm = new_vm("vm", strict_bucket.table(), metadata=aws.metadata, settings=FLUSH)
-    daemon = vm.start_daemon(**ACCOUNT)
+    daemon = vm.start_daemon()
     daemon.lines.wait(event="health", source="store", health="ok")
     strict_bucket.order("say", etag='"1"', method="PUT", match="/data/", times=1_000_000)
     content = seal_files(vm.run_directory, 7, FILES)

@@ -31,22 +31,6 @@ def vm(bucket: Bucket, new_vm: Any, witness: str) -> Vm:
     return made
 
 
-def test_a_manual_notice_is_evacuated(vm: Vm, bucket: Bucket) -> None:
-    """``--wait`` returns the verdict; a checkpoint newer than the notice is committed."""
-    done = vm.swansong("notify", "--in", "30s", "--reason", "EventBridge", "--wait", "--json")
-    assert done.returncode == 0, done.stderr
-    shown = json.loads(done.stdout)
-    assert shown["verdict"] == "SAFE"
-    assert shown["last_commit"]["step"] >= 5
-    (notice,) = shown["notices"]
-    assert (notice["source"], notice["severity"]) == ("manual", "imminent")
-    assert vm.daemon is not None
-    line = vm.daemon.lines.wait(event="notice", source="manual")
-    assert (line["detail"], line["deadline_quality"]) == ("EventBridge", "stated")
-    (manifest,) = bucket.manifests()
-    assert manifest["kind"] == "emergency"
-
-
 def test_a_drill_is_marked_and_each_drill_is_a_new_notice(vm: Vm) -> None:
     """The source is ``drill``; a second drill is evacuated as well."""
     for count in (1, 2):
@@ -61,16 +45,28 @@ def test_a_drill_is_marked_and_each_drill_is_a_new_notice(vm: Vm) -> None:
     until(lambda: len(vm.daemon.lines.all(event="notice", source="drill")) == 3)
 
 
-def test_each_call_waits_for_its_own_verdict(vm: Vm) -> None:
-    """Sequential calls without a withdrawal: each verdict belongs to an evacuation after its call."""
+def test_each_call_waits_for_its_own_verdict(vm: Vm, bucket: Bucket) -> None:
+    """Sequential calls without a withdrawal: each verdict belongs to an evacuation after its call.
+
+    ``--wait`` returns the verdict; a checkpoint newer than the notice is committed.
+    """
     assert vm.daemon is not None
     assert vm.trainer is not None
     for number in range(8):
         step_before = vm.trainer.lines.all()[-1].get("step", 0)
         end = f"{100 + number}s"  # two notices with the same end are one notice
-        done = vm.swansong("notify", "--in", end, "--wait", "--json")
+        done = vm.swansong("notify", "--in", end, "--reason", "EventBridge", "--wait", "--json")
         assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["last_commit"]["step"] > step_before
+        shown = json.loads(done.stdout)
+        assert shown["verdict"] == "SAFE"
+        assert shown["last_commit"]["step"] > step_before
+        if not number:
+            (notice,) = shown["notices"]
+            assert (notice["source"], notice["severity"]) == ("manual", "imminent")
+            line = vm.daemon.lines.wait(event="notice", source="manual")
+            assert (line["detail"], line["deadline_quality"]) == ("EventBridge", "stated")
+            (manifest,) = bucket.manifests()
+            assert manifest["kind"] == "emergency"
     ids = {line["id"] for line in vm.daemon.lines.all(event="evacuation", phase="notice")}
     assert len(ids) == 8
 
@@ -105,9 +101,13 @@ def test_a_notice_of_an_hour_starts_no_evacuation(vm: Vm) -> None:
 
 @pytest.mark.fault("N09")
 def test_a_restarted_daemon_remembers_a_manual_notice(vm: Vm) -> None:
-    """After a crash the notice is in force with the same deadline and the same evacuation id."""
+    """After a crash the notice is in force with the same deadline and the same evacuation id.
+
+    Without ``--wait`` the command returns at once, and status has the notice.
+    """
     assert vm.daemon is not None
     assert vm.swansong("notify", "--in", "110s").returncode == 0
+    assert vm.status()["notices"][0]["source"] == "manual"
     before = vm.daemon.lines.wait(event="evacuation", phase="notice")
     vm.daemon.lines.wait(event="verdict", verdict="SAFE")
     vm.daemon.kill()
@@ -149,10 +149,16 @@ def test_training_continues_after_a_withdrawn_notice(vm: Vm) -> None:
     assert vm.status()["state"] == "IDLE"
 
 
-def test_lost_has_an_exit_code_of_its_own(bucket: Bucket, new_vm: Any, witness: str) -> None:
-    """Training that has ended without a commit is LOST, with exit code 11."""
+def test_verdicts_without_training_and_without_a_commit_have_exit_codes(
+    bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """Without any training since the boot: NO_TRAINING, 19.  After it ended without a commit: LOST, 11."""
     vm = new_vm("vm", bucket.store)
     vm.start_daemon()
+    done = vm.swansong("notify", "--in", "6s", "--wait")
+    assert done.returncode == 19, done.stderr
+    assert done.stdout.startswith("NO_TRAINING: ")
+    assert vm.swansong("notify", "--withdraw").returncode == 0
     vm.start_trainer(script=witness).lines.wait(step=5)
     vm.trainer.kill()
     until(lambda: not vm.status()["trainers"], what="the end of the trainer")
@@ -160,30 +166,11 @@ def test_lost_has_an_exit_code_of_its_own(bucket: Bucket, new_vm: Any, witness: 
     assert (done.returncode, done.stdout) == (11, "LOST: nothing is committed\n"), done.stderr
 
 
-def test_no_training_has_an_exit_code_of_its_own(bucket: Bucket, new_vm: Any) -> None:
-    """Without any training since the boot the verdict is NO_TRAINING, with exit code 19."""
-    vm = new_vm("vm", bucket.store)
-    vm.start_daemon()
-    done = vm.swansong("notify", "--in", "6s", "--wait")
-    assert done.returncode == 19, done.stderr
-    assert done.stdout.startswith("NO_TRAINING: ")
-
-
-def test_notify_without_wait_returns_immediately(vm: Vm) -> None:
-    """The exit code is 0; the notice is in the daemon's status when the command returns."""
-    done = vm.swansong("notify", "--in", "45s")
-    assert done.returncode == 0, done.stderr
-    assert vm.status()["notices"][0]["source"] == "manual"
-
-
-@pytest.mark.parametrize(
-    "arguments", [[], ["--in", "soon"], ["--in", "0"], ["--in", "5s", "--withdraw"]]
-)
-def test_an_invalid_command_line_is_refused(
-    bucket: Bucket, new_vm: Any, arguments: list[str]
-) -> None:
+def test_an_invalid_command_line_is_refused(bucket: Bucket, new_vm: Any) -> None:
     """The exit code is 2, and the daemon receives no message."""
-    assert new_vm("vm", bucket.store).swansong("notify", *arguments).returncode == 2
+    vm = new_vm("vm", bucket.store)
+    for arguments in ([], ["--in", "soon"], ["--in", "0"], ["--in", "5s", "--withdraw"]):
+        assert vm.swansong("notify", *arguments).returncode == 2
 
 
 def test_notify_without_a_daemon_fails(bucket: Bucket, new_vm: Any) -> None:

@@ -142,6 +142,8 @@ def test_metadata_and_credentials_may_die_two_seconds_after_the_notice(
     own_imds: EmulatorProcess, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
     """Credentials of the instance role were fetched before; the later flush needs only the store."""
+    key = {"access_key": "ASIAEMULATED00000000", "secret_key": "emulated-secret"}
+    bucket.order("credentials", **key, session_token="emulated-session-token")
     vm = new_vm("vm", bucket.store, metadata=("aws", own_imds.url))
     daemon = vm.start_daemon(
         AWS_ACCESS_KEY_ID="",

@@ -13,7 +13,7 @@ import pytest
 
 from testkit import committed
 from testkit.rig import Vm, control
-from testkit.strict_bucket import ACCOUNT, Strict
+from testkit.strict_bucket import Strict
 from testkit.waiting import until
 
 FILES = {f"rank-00000/{name}.bin": random.Random(name).randbytes(200_000) for name in "abcd"}
@@ -66,7 +66,7 @@ def test_the_bytes_arrive_before_a_trainer_asks(vm: Vm, strict_bucket: Strict) -
     """The store fails while the daemon starts.  It returns, and the daemon fetches at once; the answer to
     the trainer costs no further request for data."""
     strict_bucket.order("answer", status=503, method="GET", match="list-type", times=1_000_000)
-    daemon = vm.start_daemon(**ACCOUNT)
+    daemon = vm.start_daemon()
     daemon.lines.wait(event="prefetch", state="waiting")
     strict_bucket.order("clear")
     found = daemon.lines.wait(event="prefetched")
@@ -82,7 +82,7 @@ def test_the_bytes_arrive_before_a_trainer_asks(vm: Vm, strict_bucket: Strict) -
 def test_a_trainer_joins_a_slow_prefetch(vm: Vm, strict_bucket: Strict) -> None:
     """The trainer gets the progress of the download in progress, and each chunk is fetched once."""
     strict_bucket.order("pace", total_bytes_per_s=300_000)
-    vm.start_daemon(**ACCOUNT)
+    vm.start_daemon()
     until(lambda: data_requests(strict_bucket) >= 2, what="the first chunks")
     rank = Rank(vm)
     answer = rank.answer()

@@ -5,32 +5,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
 from swansong import protocol
 
 from testkit.clouds import Bucket
+from testkit.committed import commit, file_store
 from testkit.rig import Vm
 from testkit.staged import seal_files
 from tests.process.conftest import NewVm
 
 CONTENT = os.urandom(3_000_000)
-
-
-@pytest.fixture
-def committed(bucket: Bucket, new_vm: NewVm) -> Bucket:
-    """A bucket with one commit, of step 120."""
-    vm = new_vm("a", bucket.store)
-    daemon = vm.start_daemon()
-    seal_files(vm.run_directory, 120, {"x": CONTENT})
-    daemon.lines.wait(event="committed", step=120)
-    vm.power_off()
-    return bucket
 
 
 def restore(vm: Vm, there: Path) -> dict[str, Any]:
@@ -47,11 +37,15 @@ def content(there: Path) -> bytes:
 
 
 def test_the_daemon_downloads_once_for_the_unit_and_the_trainer(
-    committed: Bucket, new_vm: NewVm, tmp_path: Path
+    bucket: Bucket, new_vm: NewVm, tmp_path: Path
 ) -> None:
     """The unit gets a link to the daemon's download.  A restart of the daemon leaves the directory, and a
     later start of the trainer gets it again."""
-    vm = new_vm("b", committed.store)
+    before = new_vm("a", bucket.store)
+    seal_files(before.run_directory, 120, {"x": CONTENT})
+    before.start_daemon().lines.wait(event="committed", step=120)
+    before.power_off()
+    vm = new_vm("b", bucket.store)
     daemon = vm.start_daemon()
     there = tmp_path / "there"
 
@@ -91,37 +85,37 @@ def test_a_set_in_staging_and_a_fresh_run_are_answered(
     assert there.resolve().parent == vm.run_directory.resolve()
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
+def test_without_a_good_answer_the_unit_fetches(new_vm: NewVm, tmp_path: Path) -> None:
+    """The daemon closes the connection, refuses, has an error, or names a directory outside of staging."""
+    store = file_store(tmp_path / "store")
+    commit(store, {"x": CONTENT}, run="run", step=120, chunk_bytes=len(CONTENT))
+    vm = new_vm("b", {"url": store.url})
+    there = tmp_path / "there"
+    answers: list[protocol.Message | None] = [
         None,
         protocol.Refused("not now"),
         protocol.Restored("", error="the disk is full"),
         protocol.Restored("", path="/etc", step=1),
         protocol.Restored("", path="/staging/run/../../etc", step=1),
-    ],
-)
-def test_without_a_good_answer_the_unit_fetches(
-    committed: Bucket, new_vm: NewVm, tmp_path: Path, answer: protocol.Message | None
-) -> None:
-    """The daemon closes the connection, refuses, has an error, or names a directory outside of staging."""
-    vm = new_vm("b", committed.store)
+    ]
 
-    def serve(listener: socket.socket) -> None:
+    def serve(listener: socket.socket, answer: protocol.Message | None) -> None:
         peer, _ = listener.accept()
         with peer:
             peer.recv(65536)
             if answer is not None:
                 peer.send(protocol.encode(answer))
 
-    there = tmp_path / "there"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(str(vm.socket))
-        listener.listen()
-        threading.Thread(target=serve, args=(listener,), daemon=True).start()
-        done = vm.swansong("restore", "--local", "--to", str(there), "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["step"] == 120
-    assert "the daemon gave no checkpoint" in done.stderr
-    assert not there.is_symlink()
-    assert content(there) == CONTENT
+    for answer in answers:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(vm.socket))
+            listener.listen()
+            threading.Thread(target=serve, args=(listener, answer), daemon=True).start()
+            done = vm.swansong("restore", "--local", "--to", str(there), "--json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["step"] == 120
+        assert "the daemon gave no checkpoint" in done.stderr
+        assert not there.is_symlink()
+        assert content(there) == CONTENT
+        vm.socket.unlink()
+        shutil.rmtree(there)

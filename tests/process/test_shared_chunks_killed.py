@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from testkit.staged import seal_files
-from testkit.strict_bucket import ACCOUNT, Strict
+from testkit.strict_bucket import Strict
 from testkit.waiting import until
 
 SETTINGS = {"flush": {"chunk_bytes": "5MiB", "connections": 1, "background_bytes_per_s": 2_000_000}}
@@ -24,7 +24,7 @@ def test_killed_between_shared_chunks_the_next_daemon_sends_only_the_others(
 ) -> None:
     """The store has one chunk of two.  The set is committed with all its bytes."""
     vm = new_vm("vm", strict_bucket.table(), settings=SETTINGS)
-    daemon = vm.start_daemon(**ACCOUNT)
+    daemon = vm.start_daemon()
     files = {f"{n % 4}/{n:03d}": random.Random(n).randbytes(200_000) for n in range(40)}
     content = seal_files(vm.run_directory, 7, files)
     known = vm.run_directory / ".swansongd" / "chunks"
@@ -34,7 +34,7 @@ def test_killed_between_shared_chunks_the_next_daemon_sends_only_the_others(
     assert len(stored) == 1
     strict_bucket.order("clear")
 
-    daemon = vm.start_daemon(**ACCOUNT)
+    daemon = vm.start_daemon()
     daemon.lines.wait(event="committed", step=7)
     assert sum(strict_bucket.chunks_sent().values()) == CHUNKS - 1
     (manifest,) = strict_bucket.manifests()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from testkit.clouds import Aws
-from testkit.strict_bucket import ACCOUNT, Strict
+from testkit.strict_bucket import Strict
 
 SMALL = "1000"
 LARGE = "20000000"
@@ -21,7 +21,7 @@ def test_data_that_cannot_fit_ends_partial_and_the_older_commit_remains(
     """60 MB at 2 MB/s within 8 s: the data stops for the reserve, and the verdict is in time.  The daemon
     exits immediately, and a new VM restores the commit before."""
     vm = new_vm("vm", strict_bucket.table(), metadata=aws.metadata)
-    daemon = vm.start_daemon(**ACCOUNT)
+    daemon = vm.start_daemon()
     first = vm.start_trainer("--every-steps", "20", "--size-bytes", SMALL, script=witness)
     older = daemon.lines.wait(event="committed")["step"]
     first.kill()

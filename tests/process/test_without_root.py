@@ -74,7 +74,9 @@ def processes() -> Iterator[list[Process]]:
         process.kill()
 
 
-def test_everything_runs_as_one_ordinary_user(home: Path, processes: list[Process]) -> None:
+def test_everything_runs_as_one_ordinary_user(
+    home: Path, processes: list[Process], warm_python: str
+) -> None:
     """A drill ends SAFE, and the next start of the trainer resumes; the configuration is that of the page."""
     toml = re.search(r"## Without root\n.*?```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert toml is not None
@@ -94,7 +96,7 @@ def test_everything_runs_as_one_ordinary_user(home: Path, processes: list[Proces
             "SWANSONG_SOCKET": str(base / "trainer.sock"),
         }
         command = [sys.executable, "-c", AS_USER + script, *arguments]
-        processes.append(Process(command, lines_on=lines_on, **variables))
+        processes.append(Process(command, lines_on=lines_on, warm=warm_python, **variables))
         return processes[-1]
 
     daemon = start(DAEMON, str(config), lines_on="stderr")

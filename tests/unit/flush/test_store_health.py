@@ -11,13 +11,7 @@ from swansong_bucket.model import Health
 from swansongd.core.events import Event, SourceChanged
 from swansongd.flush.store_health import FAILING_AFTER_S, StoreHealth
 
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from testkit.staged import Clock
 
 
 class Watched:
