@@ -50,8 +50,13 @@ for name in os.listdir("/proc/self/fd"):
 passed.append(os.open("/proc/self/ns/net", os.O_RDONLY))
 asked = repr((sys.argv, dict(os.environ), os.getcwd(), passed[:-1])).encode()
 rights = b"".join(fd.to_bytes(4, sys.byteorder) for fd in passed)
+def pass_on(number, frame):
+    try:
+        server.send(bytes([number]))
+    except OSError:
+        pass  # the forked process has just ended
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(number, lambda number, frame: server.send(bytes([number])))
+    signal.signal(number, pass_on)
 server.sendmsg([asked], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)])
 os.closerange(3, server.fileno())
 server.recv(4)  # the pid

@@ -26,7 +26,8 @@
 The message of an error states the problem, ``hint`` the fix.
 
 systemd gives the codes 3 to 7, 64 to 78, 200 to 244 and 255 names of its own, of the LSB and of BSD: it would
-show 6 as NOTCONFIGURED.  Swansong uses none of these.  The name of 2 is INVALIDARGUMENT, which fits.
+show 6 as NOTCONFIGURED.  Swansong uses none of these but 75, whose name TEMPFAIL fits.  So does that of 2,
+INVALIDARGUMENT.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ EXIT_CODES = {
     2: "the configuration or the command line is not valid; each problem is printed",
     8: "stored bytes or a manifest do not match their digest, or an object has an unknown key",
     9: "the command was stopped before it finished, or the notice was withdrawn",
-    10: "notify --wait, drill --wait: PARTIAL, only an older commit exists",
-    11: "notify --wait, drill --wait: LOST, the run has no commit",
+    10: "notify --wait, drill --wait, run: PARTIAL, only an older commit exists",
+    11: "notify --wait, drill --wait, run: LOST, the run has no commit",
     12: "doctor found a failure",
     13: "the daemon does not answer on its socket",
     14: "a newer generation owns the run: another VM has taken it over",
@@ -46,7 +47,8 @@ EXIT_CODES = {
     16: "the store refused a request or failed",
     17: "nothing to restore: the run has no whole commit, or the store has no such run",
     18: "finished: the run has not ended",
-    19: "notify --wait, drill --wait: NO_TRAINING, no training was seen on this VM",
+    19: "notify --wait, drill --wait, run: NO_TRAINING, no training was seen on this VM",
+    75: "run: a checkpoint is saved, and the same command line resumes the run, here or elsewhere",
 }
 DAEMON_EXIT_CODES = (0, 1, 2, 14, 15, 16)
 

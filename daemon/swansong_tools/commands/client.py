@@ -15,6 +15,7 @@ from typing import Self, TypeVar
 from swansong.bounds import BoundsError
 from swansong.fields import ProtocolError
 from swansong.protocol import (
+    DEFAULT_SOCKET,
     MAX_MESSAGE_BYTES,
     Message,
     Refused,
@@ -35,7 +36,6 @@ RESTORE_TIMEOUT_S = 120.0
 _RETRY_S = 0.05
 _UCRED = struct.Struct("3i")
 """Process, user and group."""
-_NOT_RUNNING = "Check the daemon with: systemctl status swansongd"
 _NOT_ALLOWED = "Run the command as root, or as one of trainer.users"
 
 Reply = TypeVar("Reply", bound=Message)
@@ -55,8 +55,12 @@ class DaemonClient:
         self._path = path
         self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.settimeout(TIMEOUT_S)
-        with self._explained():
-            self._connect()
+        try:
+            with self._explained():
+                self._connect()
+        except Unreachable:
+            self.close()
+            raise
 
     def _connect(self) -> None:
         deadline_mono_s = time.monotonic() + TIMEOUT_S
@@ -147,14 +151,21 @@ class DaemonClient:
         except TimeoutError:
             raise Unreachable(
                 f"the request failed: the daemon at {path} did not reply within {timeout_s:g} s",
-                hint=_NOT_RUNNING,
+                hint=_not_running(path),
             ) from None
         except OSError as error:
             raise Unreachable(
-                f"connecting to the daemon at {path} failed: {error.strerror}", hint=_NOT_RUNNING
+                f"connecting to the daemon at {path} failed: {error.strerror}",
+                hint=_not_running(path),
             ) from None
         except (ProtocolError, BoundsError) as error:
             raise Unreachable(
                 f"the request failed: {path} returned an invalid message ({error})",
                 hint="Restart the daemon after an upgrade",
             ) from None
+
+
+def _not_running(socket: Path) -> str:
+    is_job = socket.parent.parent == Path(DEFAULT_SOCKET).parent
+    unit = f"swansongd@{socket.parent.name}" if is_job else "swansongd"
+    return f"Check the daemon with: systemctl status {unit}"

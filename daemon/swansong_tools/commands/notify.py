@@ -103,12 +103,12 @@ def give_notice(args: argparse.Namespace, *, drill: bool) -> int:
         identity = identity_of(notify.nonce, drill=notify.drill)
         daemon.request(notify, Noted)
         status = _until(
-            daemon, lambda status: _is_in_force(status, identity) or _verdict_on(status, identity)
+            daemon, lambda status: _is_in_force(status, identity) or verdict_on(status, identity)
         )
         if not args.wait:
             return _show(args, status)
         note("The notice is in force; waiting for the verdict.")
-        while not (last := _verdict_on(status, identity)):
+        while not (last := verdict_on(status, identity)):
             if not _is_in_force(status, identity):
                 raise Stopped("waiting for the verdict failed: the notice was withdrawn")
             time.sleep(_POLL_S)
@@ -150,7 +150,7 @@ def _is_in_force(status: DaemonStatus, identity: str) -> bool:
     return any(identity in notice.identities for notice in status.notices)
 
 
-def _verdict_on(status: DaemonStatus, identity: str) -> VerdictStatus | None:
+def verdict_on(status: DaemonStatus, identity: str) -> VerdictStatus | None:
     """The newest verdict, if it belongs to an evacuation for this notice."""
     last = status.last_verdict
     return last if last is not None and identity in last.notices else None
@@ -161,14 +161,18 @@ def _show(args: argparse.Namespace, status: DaemonStatus) -> int:
         report = to_json(status)
         print_json({key: report[key] for key in _SHOWN})
     else:
-        commit = status.last_commit
-        committed = (
-            f"generation {commit.generation} step {commit.step} is committed"
-            if commit
-            else "nothing is committed"
-        )
-        if status.part:
-            committed += f"; {part_of(status.part)}"
-        committed += newer_generation(status)
-        print(f"{status.verdict or status.state}: {committed}")
+        print(f"{status.verdict or status.state}: {committed_text(status)}")
     return 0
+
+
+def committed_text(status: DaemonStatus) -> str:
+    """The newest whole commit, and what else a verdict needs to be understood."""
+    commit = status.last_commit
+    committed = (
+        f"generation {commit.generation} step {commit.step} is committed"
+        if commit
+        else "nothing is committed"
+    )
+    if status.part:
+        committed += f"; {part_of(status.part)}"
+    return committed + newer_generation(status)

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``swansong run``: real daemons and trainers, started, restarted and ended by one command."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import swansong
+from swansong_bucket.errors import Unreachable
+from swansong_tools.commands import main, run
+from swansong_tools.commands.client import DaemonClient
+from swansong_tools.commands.run_supervisor import EXIT_SAVED
+from swansongd.observe.status import DaemonStatus
+
+from testkit.clouds import Aws, Bucket
+from testkit.rig import BIN, CREDENTIALS, Process
+from testkit.waiting import is_running, until
+
+TRAINER = """
+import json, os, signal, subprocess, sys, threading
+import swansong
+if "ranks" in sys.argv:
+    rank = 0 if os.fork() else 1
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    signal.signal(signal.SIGINT, lambda *_: print("signalled", flush=True))
+step = 0
+def save(directory):
+    (directory / "step").write_text(str(step))
+def load(directory):
+    global step
+    step = int((directory / "step").read_text())
+print(json.dumps({"pids": [os.getpid(), subprocess.Popen(["sleep", "600"], start_new_session=True).pid]}))
+guard = swansong.attach(save=save, load=load, stop_after_save="stop" in sys.argv)
+print(json.dumps({"resumed": guard.restore()}), flush=True)
+if "fail" in sys.argv:
+    sys.exit(3)
+pause = threading.Event()
+while not guard.should_stop:
+    pause.wait(0.01)
+    step += 1
+    guard.step(step)
+    if step % 10 == 0:
+        print(json.dumps({"step": step}), flush=True)
+guard.close()
+sys.exit(swansong.EXIT_SAVED)
+"""
+"""Starts a process in a session of its own, as torchrun starts its workers."""
+
+
+class Command:
+    """``swansong run`` with the trainer above, and all that it prints."""
+
+    def __init__(
+        self, state: Path, *words: str, options: tuple[str, ...] = ("run", "--run", "r")
+    ) -> None:
+        self.socket = state / "swansong" / "r" / "trainer.sock"
+        command = [str(BIN / "swansong"), *options, "--", sys.executable, "-c", TRAINER, *words]
+        self.process = Process(
+            ["sh", "-c", 'exec "$@" 2>&1', "sh", *command],
+            lines_on="stdout",
+            XDG_STATE_HOME=str(state),
+            **CREDENTIALS,
+        )
+        self.lines = self.process.lines
+
+    def status(self) -> DaemonStatus | None:
+        with suppress(Unreachable), DaemonClient(self.socket) as daemon:
+            return daemon.status()
+        return None
+
+    def training(self) -> list[int]:
+        """All processes of the command, once it trains with a daemon: itself last."""
+        self.lines.wait(step=10)
+        status = until(self.status, what="the daemon")
+        assert status is not None
+        pids: list[int] = self.lines.all()[0]["pids"]
+        supervisor = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [*pids, status.pid, int(supervisor), self.process.pid]
+
+    def said(self, pattern: str) -> re.Match[str]:
+        found = until(lambda: re.search(pattern, "\n".join(self.lines.raw)), what=pattern)
+        assert found is not None
+        return found
+
+
+Start = Callable[..., Command]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    started: list[Command] = []
+
+    def make(*words: str, **options: Any) -> Command:
+        started.append(Command(tmp_path / "state", *words, **options))
+        return started[-1]
+
+    yield make
+    for command in started:
+        command.process.kill()
+
+
+def test_a_notice_ends_safe_and_the_next_start_resumes(
+    aws: Aws, bucket: Bucket, new_vm: Any, start: Start
+) -> None:
+    """The verdict is printed, the exit code is 75, and the same command line resumes from that step."""
+    assert EXIT_SAVED == swansong.EXIT_SAVED
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    options = ("--config", str(vm.config), "run")
+    first = start("stop", options=options)
+    first.lines.wait(step=10)
+    aws.notice(in_s=30)
+    assert first.process.wait() == EXIT_SAVED
+    first.said(r"notice from aws\.spot: \S+, [0-9.]+ s left")
+    step = int(first.said(r"SAFE: generation 1 step (\d+) is committed")[1])
+    assert [manifest["step"] for manifest in bucket.manifests()] == [step]
+    aws.withdraw()
+    start("stop", options=options).lines.wait(resumed=step)
+
+
+def test_ctrl_c_saves_and_a_killed_daemon_is_started_again(start: Start) -> None:
+    """SAFE also after a crash of the daemon, and nothing is left.  A second start is refused meanwhile."""
+    command = start()
+    *_, daemon, _, pid = pids = command.training()
+    os.kill(daemon, signal.SIGKILL)
+    restarted = until(
+        lambda: (
+            (status := command.status())
+            and status.pid != daemon
+            and bool(status.trainers)
+            and status
+        ),
+        what="the restarted daemon, with the trainer",
+    )
+    second = start()
+    assert second.process.wait() == 15
+    second.said(f"process {pid} already runs it")
+    command.process.kill(signal.SIGINT)
+    assert command.process.wait() == EXIT_SAVED
+    command.said("the daemon was ended by SIGKILL; starting it again")
+    step = int(command.said(r"SAFE: generation \d+ step (\d+) is committed")[1])
+    assert step >= 10
+    assert not any(map(is_running, [*pids, restarted.pid]))
+    start().lines.wait(resumed=step)
+
+
+def test_several_ranks_get_no_signal_after_safe(start: Start) -> None:
+    """A signal would make each of them save without the others, and the next start resume from that."""
+    command = start("ranks")
+    command.training()
+    command.process.kill(signal.SIGINT)
+    assert command.process.wait() == EXIT_SAVED
+    step = int(command.said(r"SAFE: generation 1 step (\d+) is committed")[1])
+    assert "signalled" not in command.lines.raw
+    start("ranks").lines.wait(resumed=step)
+
+
+@pytest.mark.parametrize("killed", ["command", "supervisor", "ctrl-c twice"])
+def test_a_killed_command_leaves_no_process(start: Start, killed: str) -> None:
+    """Neither trainer nor daemon, nor a process that the trainer has started in its own session."""
+    command = start()
+    pids = command.training()
+    if killed == "ctrl-c twice":
+        os.kill(pids[0], signal.SIGSTOP)  # no verdict
+        command.process.kill(signal.SIGINT)
+        command.said("saving a checkpoint")
+        command.process.kill(signal.SIGINT)
+        assert command.process.wait() == 130
+    else:
+        os.kill(pids[-1 if killed == "command" else -2], signal.SIGKILL)
+        command.process.wait()
+    until(lambda: not any(map(is_running, pids)), what="the end of all processes", timeout_s=20)
+
+
+def test_a_failed_trainer_is_restarted_and_its_exit_code_returned(start: Start) -> None:
+    """As often as --restarts allows without a commit between the failures."""
+    command = start("fail", options=("run", "--run", "r", "--restarts", "1"))
+
+    def pids() -> list[list[int]]:
+        return [line["pids"] for line in command.lines.all() if "pids" in line]
+
+    until(lambda: len(pids()) == 2, what="the restart")
+    assert not any(map(is_running, pids()[0]))  # what the first start had started, too
+    assert command.process.wait() == 3
+    assert len(command.lines.all(resumed=0)) == 2
+    assert not any(map(is_running, pids()[1]))
+
+
+def test_a_daemon_that_runs_already_serves_the_trainer(
+    bucket: Bucket, new_vm: Any, start: Start, tmp_path: Path
+) -> None:
+    """No second daemon is started; the first one saves at SIGTERM, and lives on."""
+    vm = new_vm("vm", bucket.store)
+    daemon = vm.start_daemon()
+    command = start(options=("--config", str(vm.config), "run"))
+    command.lines.wait(step=10)
+    until(lambda: vm.status()["trainers"], what="the trainer")
+    command.process.kill(signal.SIGTERM)
+    assert command.process.wait() == EXIT_SAVED
+    command.said("SAFE: generation 1 step")
+    assert vm.status()["pid"] == daemon.pid
+    assert vm.status()["notices"] == []
+    assert not list(tmp_path.rglob("swansongd.log"))
+
+
+def test_the_daemon_of_the_system_is_required(
+    bucket: Bucket, new_vm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trainer of another daemon would start from scratch, so that needs a store on the command line."""
+    vm = new_vm("vm", bucket.store)
+    monkeypatch.setattr(run, "DEFAULT_PATH", vm.config)
+    monkeypatch.setenv("XDG_STATE_HOME", str(vm.disk / "state"))
+    assert main.main(["--config", str(vm.config), "run", "--", "false"]) == 13
+    assert "or name a store with --store" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "state", "code", "said"),
+    [
+        (["--store", "s4://x"], "good", 2, "is not the URL of a store; give s3://"),
+        (["--store", "s3://bucket/x"], "good", 2, "--run: is missing"),
+        (["--run", "r", "--staging", "/nonexistent"], "good", 15, "create or mount it"),
+        (["--run", "r"], "open", 15, "chmod 700"),
+        (["--run", "r"], "link", 15, "Remove what is not of this user"),
+    ],
+)
+def test_a_command_that_cannot_start_names_the_fix(
+    words: list[str], state: str, code: int, said: str, tmp_path: Path
+) -> None:
+    """A wrong value, a store without a run, a missing disk, and a private directory that is not private."""
+    base = tmp_path / "state"
+    base.mkdir()
+    if state == "open":
+        (base / "swansong").mkdir(mode=0o755)
+    elif state == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        (base / "swansong").symlink_to(tmp_path / "elsewhere")
+    done = subprocess.run(
+        [str(BIN / "swansong"), "run", *words, "--", "false"],
+        env={**os.environ, "XDG_STATE_HOME": str(base)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
