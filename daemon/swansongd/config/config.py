@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
@@ -140,6 +141,14 @@ class SourcesConfig:
         about="Whether the daemon approves an event of Azure after SAFE, if the event names this "
         "VM only. Azure then need not wait for the time of the event.",
     )
+    command_socket: Path | None = _key(
+        read.socket_path,
+        None,
+        about="Socket for the output of a program of yours that watches another cloud. See "
+        "docs/operations/notices.md.",
+        unset="no such program",
+        example="/run/swansong/notices.sock",
+    )
     end_at: datetime | None = _key(
         read.utc_instant,
         None,
@@ -184,7 +193,8 @@ class TrainerConfig:
     socket: Path = _key(
         read.socket_path,
         DEFAULT_SOCKET,
-        about="Socket that trainers and the `swansong` command connect to.",
+        about="Socket that trainers and the `swansong` command connect to. For "
+        "`/etc/swansong/JOB/swansong.toml` the default is `/run/swansong/JOB/trainer.sock`.",
     )
     signal: str = _key(
         read.trainer_signal,
@@ -383,11 +393,25 @@ def section_keys() -> dict[str, tuple[str, ...]]:
 def load(path: Path) -> Config:
     """Read the configuration file.
 
+    A file ``/etc/swansong/JOB/swansong.toml`` is for ``swansongd@JOB.service``, which has another default of
+    ``trainer.socket``.
+
     Raises:
         ConfigError: the file is missing or not TOML, or contains a key or value that is not valid.
     """
     hint = "copy swansong.example.toml there, or name another file with --config"
-    return parse(read_toml(path, hint=hint))
+    body = read_toml(path, hint=hint)
+    trainer = body.setdefault("trainer", {})
+    if isinstance(trainer, dict):
+        trainer.setdefault("socket", _socket_of(path))
+    return parse(body)
+
+
+def _socket_of(path: Path) -> str:
+    """The socket of a daemon with this configuration file, if the file names none."""
+    socket, folder = Path(DEFAULT_SOCKET), Path(os.path.abspath(path)).parent
+    is_job = path.name == DEFAULT_PATH.name and folder.parent == DEFAULT_PATH.parent
+    return str(socket.parent / folder.name / socket.name) if is_job else DEFAULT_SOCKET
 
 
 def read_toml(path: Path, *, hint: str) -> dict[str, Any]:

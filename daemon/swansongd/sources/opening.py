@@ -18,6 +18,7 @@ from swansongd.sources.aws_events import AwsAsgSource, AwsRebalanceSource, AwsSc
 from swansongd.sources.azure import NOTICE_S as AZURE_NOTICE_S
 from swansongd.sources.azure import AzureDeletionSource, AzureScheduledSource
 from swansongd.sources.base import Clocks, Source
+from swansongd.sources.command import CommandSource
 from swansongd.sources.detect import DMI_DIRECTORY, describe_firmware, detect_cloud, has_nvml
 from swansongd.sources.fixed import DeadlineSource, end_after, end_at
 from swansongd.sources.gcp import LONG_NOTICE_S as GCP_LONG_NOTICE_S
@@ -45,7 +46,7 @@ def open_sources(
     clocks: Clocks = _ALL_CLOCKS,
     gpus_before: GpuRecord | None = None,
 ) -> list[Source]:
-    """The sources of the cloud, of the configured deadlines, and of the GPUs.
+    """The sources of the cloud, of the operator's program, of the configured deadlines, and of the GPUs.
 
     Args:
         config, deadline: of the daemon.
@@ -61,6 +62,9 @@ def open_sources(
         opened += _gcp(config, deadline, boot_id, clocks)
     elif cloud == "azure":
         opened += _azure(config, deadline, clocks)
+    if config.command_socket is not None:
+        grace_s = deadline.assumed_grace_s
+        opened.append(CommandSource(config.command_socket, assumed_grace_s=grace_s, clocks=clocks))
     return opened + _deadlines(config, boot_id, clocks) + _gpus(config, clocks, gpus_before)
 
 

@@ -15,14 +15,17 @@ from swansong_bucket.errors import SwansongError
 SOCKET_MODE = 0o660
 
 
-def listen(path: Path, kind: socket.SocketKind, *, key: str, backlog: int) -> socket.socket:
-    """A listening socket at ``path`` with mode 0660; replaces a stale one.
+def listen(
+    path: Path, kind: socket.SocketKind, *, key: str, backlog: int, mode: int = SOCKET_MODE
+) -> socket.socket:
+    """A listening socket at ``path``; replaces a stale one.
 
     Args:
         path: of the socket.
         kind: SOCK_STREAM or SOCK_SEQPACKET.
         key: the key of the configuration that names the path, for errors.
         backlog: number of connections that wait to be accepted.
+        mode: of the file.
 
     Raises:
         SwansongError: another process listens there, or the path is not a socket.
@@ -34,9 +37,9 @@ def listen(path: Path, kind: socket.SocketKind, *, key: str, backlog: int) -> so
         # bind() creates the file with the mode of the unbound socket, less the umask, and the later chmod
         # can only add permissions.  So no other user can connect at any time, and the umask of the process
         # stays unchanged.
-        os.fchmod(listener.fileno(), SOCKET_MODE)
+        os.fchmod(listener.fileno(), mode)
         listener.bind(os.fspath(path))
-        os.chmod(path, SOCKET_MODE)
+        os.chmod(path, mode)
         listener.listen(backlog)
     except BaseException:
         listener.close()

@@ -39,6 +39,18 @@ env | grep -c {SECRET} || true
 MONITORING = (REPOSITORY / "docs" / "operations" / "monitoring.md").read_text()
 LOW_PORT = re.findall(r"```\n(\[Service\]\nAmbientCapabilities=[^`]*)```", MONITORING)
 """The drop-in for a port below 1024."""
+REPLACEMENT = (REPOSITORY / "docs" / "operations" / "replacement.md").read_text()
+(END_PROGRAM,) = re.findall(
+    r"```\n(#!/bin/sh\n# /usr/local/bin/swansong-end\n[^`]*)```", REPLACEMENT
+)
+NOTICES = (REPOSITORY / "docs" / "operations" / "notices.md").read_text()
+OTHER_CLOUD = re.findall(r"```\n(\[Unit\]\nAfter=swansongd[^`]*)```", NOTICES)
+"""The unit of a program for another cloud."""
+WATCHER = """#!/bin/sh
+until [ -e /run/evicted ]; do sleep 0.1; done
+echo '{"id": "evict-17", "in_s": 60}'
+exec sleep infinity
+"""
 BIND = "import socket; socket.create_server(('127.0.0.1', 470))"
 SCRAPE = """
 import socket, sys
@@ -92,7 +104,7 @@ def equipped(new_vm: Any, bucket: Bucket, aws: Aws, tmp_path: Path) -> Iterator[
     vm.write("/etc/systemd/journald.conf.d/test.conf", "[Journal]\nReadKMsg=no\n")
     with receiver() as (address, paths):
         vm.write("/etc/swansong/secrets/webhook", f"{address}\n", mode=0o600)
-        vm.write("/usr/local/bin/order", PROGRAM, mode=0o755)
+        vm.write("/usr/local/bin/order", PROGRAM + END_PROGRAM, mode=0o755)
         config = vm.read("/etc/swansong/swansong.toml") + (
             '[metrics]\nlisten = "127.0.0.1:469"\n[notify]\nallow_http = true\n'
             'webhook_url_file = "credential:notify-webhook"\nexec = ["/usr/local/bin/order"]\n'
@@ -119,7 +131,8 @@ def test_a_gpu_fails_in_the_real_unit(equipped: Any, aws: Aws) -> None:
 
     The program has none of the daemon's capabilities, and no other user can take a port below 1024.
 
-    ``systemctl restart`` keeps the suspicion, and a stop ends it.
+    ``systemctl restart`` keeps the suspicion, and a stop ends it.  With the files of the page about
+    replacement the VM shuts down.
     """
     vm, paths, kernel_log = equipped
     assert vm.journal.all("Unknown", unit=DAEMON) == []
@@ -163,6 +176,12 @@ def test_a_gpu_fails_in_the_real_unit(equipped: Any, aws: Aws) -> None:
     vm.run("systemctl", "start", DAEMON)
     until(lambda: [gpu["health"] for gpu in vm.status()["gpus"]] == ["ok"], what="a healthy GPU")
 
+    for name, text in re.findall(r"```\n# (/etc/systemd/\S+)\n([^`]*)```", REPLACEMENT):
+        vm.run("sh", "-c", f"cat >{name} <<'END'\n{text}END")
+    vm.run("systemctl", "daemon-reload")
+    vm.run("systemctl", "enable", "--now", "swansong-end.path")
+    assert vm.wait_off() == 0
+
 
 def test_the_exporter_runs_in_its_unit(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
     """It serves the run from the bucket, as a user without any capability who can write nowhere."""
@@ -198,3 +217,23 @@ def test_the_exporter_runs_in_its_unit(new_vm: Any, bucket: Bucket, aws: Aws) ->
     for path in ("/", "/run", "/tmp", "/var/tmp"):
         assert "ro" in options[path], path
     assert "rw" not in options.get("/var/lib/swansong/staging", ())
+
+
+def test_a_program_for_another_cloud_runs_in_its_unit(
+    new_vm: Any, bucket: Bucket, aws: Aws
+) -> None:
+    """With the unit of the page, the output of a program of another user reaches the daemon: SAFE."""
+    vm = new_vm(bucket, cloud="none")
+    config = vm.read("/etc/swansong/swansong.toml")
+    key = 'command_socket = "/run/swansong/notices.sock"'
+    vm.write("/etc/swansong/swansong.toml", config.replace("[sources]", f"[sources]\n{key}"))
+    vm.write("/usr/local/bin/watch-notices", WATCHER, mode=0o755)
+    vm.write("/etc/systemd/system/notices.service", *OTHER_CLOUD)
+    vm.power_on()
+    vm.wait_active()
+    vm.wait_connected()
+    vm.run("systemctl", "start", "notices")
+    vm.journal.wait(event="health", source="command", health="ok")
+    assert vm.run("stat", "-c", "%U", f"/proc/{vm.main_pid('notices')}") == "notices"
+    vm.run("touch", "/run/evicted")
+    assert vm.journal.wait(event="verdict").facts["verdict"] == "SAFE"

@@ -262,6 +262,7 @@ FOLLOWED = {
     "gcp.stop": (Severity.IMMINENT, Follow.EARLY),
     "gcp.maintenance": (Severity.SCHEDULED, Follow.EARLY),
     "gcp.upcoming": (Severity.SCHEDULED, Follow.EARLY),
+    "command": (Severity.IMMINENT, Follow.EARLY),
     "peer": (Severity.IMMINENT, Follow.EARLY),
     "deadline": (Severity.IMMINENT, Follow.LATE),
     "manual": (Severity.IMMINENT, Follow.LATE),

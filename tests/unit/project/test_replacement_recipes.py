@@ -20,7 +20,9 @@ PAGE = (REPOSITORY / "docs/operations/replacement.md").read_text()
 SCRIPTS = dict(
     zip(
         ("aws.spot", "gcp.preempted"),
-        re.findall(r"^```\n(#!/bin/sh\n.*?)^```", PAGE, re.MULTILINE | re.DOTALL),
+        re.findall(
+            r"^```\n(#!/bin/sh\n# \S+/swansong-replace\n.*?)^```", PAGE, re.MULTILINE | re.DOTALL
+        ),
         strict=True,
     )
 )

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``command``: an operator's program that watches another cloud, and prints one JSON line for each notice.
+
+The program runs in its own unit and as its own user.  systemd, as root, connects the program's output to the
+socket of this source, which other users cannot open.  So the daemon starts no program, and the program gets
+none of the daemon's rights.
+
+========================  =============================================================================
+``id``                    the notice; the same for each line about it
+``deadline`` or ``in_s``  end of the VM, as a time with its zone or in seconds; both may be missing
+``reason``                text for the log and the farewell
+``withdrawn``             true: the notice is over
+``error``                 instead of all others: the program is blind for now; the next notice, or a line
+                          ``{}``, ends that
+========================  =============================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swansong_bucket.config.values import InvalidValue, utc_instant
+from swansong_bucket.errors import SwansongError
+from swansong_bucket.model import DeadlineQuality, Notice, Severity
+
+from swansongd.core.events import NoticeRaised, NoticeWithdrawn
+from swansongd.observe.health import HealthTracker
+from swansongd.sources.base import Clocks, Post, must_post
+from swansongd.sources.manual import SOON_S
+from swansongd.sources.metadata import shortened
+from swansongd.util import unix
+
+NAME = "command"
+KEY = "sources.command_socket"
+LINE_BYTES_MAX = 4096
+NOTICES_MAX = 16
+
+_TURN_S = 0.5
+_BLIND_AFTER_S = 10.0
+"""More than a restart of the program or of the daemon takes."""
+_ID_CHARACTERS_MAX = 100
+_SECONDS_MAX = 366 * 86400.0
+FIELDS = ("id", "deadline", "in_s", "reason", "withdrawn", "error")
+_CREDENTIALS = struct.Struct("3i")
+
+
+class InvalidLine(Exception):
+    """``str()`` names the field, and what is wrong with its value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line of the program."""
+
+    id: str = ""
+    """Empty: the line is about the program itself."""
+    left_s: float | None = None
+    """Time to the end of the VM; None if it is not stated."""
+    reason: str = ""
+    withdrawn: bool = False
+    error: str = ""
+
+
+def parse(data: bytes, *, now_wall_s: float) -> Line:
+    """Read a line.
+
+    Raises:
+        InvalidLine: it is not a JSON object of the fields above.
+    """
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        raise InvalidLine("the line is not JSON") from None
+    if not isinstance(body, dict):
+        raise InvalidLine("the line is not a JSON object")
+    if unknown := sorted(body.keys() - set(FIELDS)):
+        raise InvalidLine(f"unknown field {shortened(unknown[0], 40)}; known: {', '.join(FIELDS)}")
+    found = Line(
+        id=_text(body, "id", _ID_CHARACTERS_MAX),
+        left_s=_left_s(body, now_wall_s),
+        reason=_text(body, "reason", LINE_BYTES_MAX),
+        withdrawn=_flag(body, "withdrawn"),
+        error=_text(body, "error", LINE_BYTES_MAX),
+    )
+    if not found.id and body.keys() - {"error"}:
+        raise InvalidLine("id: is missing")
+    if found.error and body.keys() - {"error"}:
+        raise InvalidLine("error: stands alone in its line")
+    return found
+
+
+def _text(body: dict[str, Any], field: str, characters_max: int) -> str:
+    value = body.get(field, "")
+    if not isinstance(value, str) or len(value) > characters_max:
+        raise InvalidLine(f"{field}: give a text of at most {characters_max} characters")
+    return value
+
+
+def _flag(body: dict[str, Any], field: str) -> bool:
+    value = body.get(field, False)
+    if not isinstance(value, bool):
+        raise InvalidLine(f"{field}: give true or false")
+    return value
+
+
+def _left_s(body: dict[str, Any], now_wall_s: float) -> float | None:
+    if "deadline" in body and "in_s" in body:
+        raise InvalidLine("in_s: give it or deadline, not both")
+    if "deadline" in body:
+        try:
+            return utc_instant(body["deadline"]).timestamp() - now_wall_s
+        except (InvalidValue, OverflowError) as error:
+            raise InvalidLine(f"deadline: {error}") from None
+    value = body.get("in_s")
+    if value is None:
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= _SECONDS_MAX:
+        raise InvalidLine(f"in_s: give a number of seconds, at most {_SECONDS_MAX:.0f}")
+    return float(value)
+
+
+class CommandSource:
+    """Reads the lines of one connected program at a time.
+
+    The earliest of its notices is in force.  Its notices outlive the program: after a start it prints those
+    that are in force again, and withdraws the others.
+
+    Args:
+        path: of the socket.
+        assumed_grace_s: time to the end of the VM if a notice does not state it.
+        clocks: of this VM.
+    """
+
+    name = NAME
+
+    def __init__(self, path: Path, *, assumed_grace_s: float, clocks: Clocks) -> None:
+        self._path = path
+        self._assumed_grace_s = assumed_grace_s
+        self._clocks = clocks
+        self._notices: dict[str, Notice] = {}
+        self._posted: Notice | None = None
+
+    def run(self, post: Post, stop: threading.Event) -> None:
+        """Watch until ``stop`` is set."""
+        health = HealthTracker(
+            NAME, blind_after_s=_BLIND_AFTER_S, monotonic=self._clocks.monotonic, post=post
+        )
+        while not stop.is_set():
+            try:
+                with unix.listen(
+                    self._path, socket.SOCK_STREAM, key=KEY, backlog=1, mode=0o600
+                ) as listener:
+                    listener.settimeout(_TURN_S)
+                    self._accept(listener, health, post, stop)
+            except SwansongError as error:
+                health.failed(error.line())
+            except OSError as error:
+                health.failed(f"{self._path}: {error.strerror}")
+            stop.wait(_TURN_S)
+
+    def _accept(
+        self, listener: socket.socket, health: HealthTracker, post: Post, stop: threading.Event
+    ) -> None:
+        while not stop.is_set():
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                health.failed("no program is connected")
+                continue
+            with connection:
+                connection.settimeout(_TURN_S)
+                self._read(connection, health, post, stop)
+
+    def _read(
+        self, connection: socket.socket, health: HealthTracker, post: Post, stop: threading.Event
+    ) -> None:
+        """Read lines until the program ends."""
+        buffer, problem = b"", ""
+        who = f"the program of process {_peer_pid(connection)}"
+        while not stop.is_set():
+            if problem:
+                health.failed(f"{who}: {problem}")
+            else:
+                health.ok(f"{who} is connected")
+            try:
+                data = connection.recv(LINE_BYTES_MAX)
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+            if not data:
+                return
+            *lines, buffer = (buffer + data).split(b"\n")
+            if len(buffer) > LINE_BYTES_MAX:
+                lines, buffer = [*lines, buffer], b""
+            for line in filter(None, map(bytes.strip, lines)):
+                problem = self._record(line, post)
+
+    def _record(self, data: bytes, post: Post) -> str:
+        """Act on one line; returns what is wrong with it, or with the program."""
+        if len(data) > LINE_BYTES_MAX:
+            return f"a line has over {LINE_BYTES_MAX} bytes"
+        try:
+            line = parse(data, now_wall_s=self._clocks.wall())
+        except InvalidLine as error:
+            return str(error)
+        if not line.id:
+            return shortened(line.error)
+        self._notices.pop(line.id, None)
+        if not line.withdrawn:
+            if len(self._notices) >= NOTICES_MAX:
+                return f"over {NOTICES_MAX} notices are in force: withdraw one"
+            self._notices[line.id] = self._notice_of(line)
+        self._post_earliest(post)
+        return ""
+
+    def _notice_of(self, line: Line) -> Notice:
+        left_s = self._assumed_grace_s if line.left_s is None else line.left_s
+        return Notice(
+            source=NAME,
+            kind=NAME,
+            identity=f"{NAME}:{shortened(line.id)}",
+            severity=Severity.IMMINENT if left_s <= SOON_S else Severity.SCHEDULED,
+            deadline_mono_s=self._clocks.monotonic() + left_s,
+            deadline_quality=DeadlineQuality.ASSUMED
+            if line.left_s is None
+            else DeadlineQuality.STATED,
+            detail=shortened(line.reason),
+        )
+
+    def _post_earliest(self, post: Post) -> None:
+        earliest = min(
+            self._notices.values(), key=lambda notice: notice.deadline_mono_s, default=None
+        )
+        if earliest is None:
+            self._posted = None
+            post(NoticeWithdrawn(NAME, "the program withdrew it"))
+        elif must_post(self._posted, earliest, self._clocks.monotonic()):
+            self._posted = earliest
+            post(NoticeRaised(earliest))
+
+
+def _peer_pid(connection: socket.socket) -> int:
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid: int = _CREDENTIALS.unpack(data)[0]
+    return pid

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines of an operator's program."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from swansongd.sources.command import FIELDS, InvalidLine, parse
+
+NOW_S = 1_767_225_600.0
+"""2026-01-01T00:00:00Z."""
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("[]", "object"),
+        ("{", "JSON"),
+        ("[" * 4000, "JSON"),
+        ('{"in_s": 3}', "id"),
+        ('{"id": 7}', "id"),
+        ('{"id": "a", "in_s": true}', "in_s"),
+        ('{"id": "a", "in_s": -1}', "in_s"),
+        ('{"id": "a", "in_s": NaN}', "in_s"),
+        ('{"id": "a", "in_s": 1e300}', "in_s"),
+        ('{"id": "a", "deadline": "2026-01-01T00:00:30"}', "time zone"),
+        ('{"id": "a", "deadline": "2026-01-01T00:00:30Z", "in_s": 30}', "not both"),
+        ('{"id": "a", "withdrawn": 1}', "withdrawn"),
+        ('{"id": "a", "error": "x"}', "error"),
+        ('{"id": "a", "deadlin": 3}', "deadlin"),
+    ],
+)
+def test_an_invalid_line_names_its_field(text: str, field: str) -> None:
+    """Types, ranges, unknown fields and contradictions are refused."""
+    with pytest.raises(InvalidLine, match=field):
+        parse(text.encode(), now_wall_s=NOW_S)
+
+
+def test_a_deadline_is_a_time_or_seconds() -> None:
+    """Both forms give the time left; without one it is unknown."""
+    stated = parse(b'{"id": "a", "deadline": "2026-01-01T01:00:30+01:00"}', now_wall_s=NOW_S)
+    counted = parse(b'{"id": "a", "in_s": 30}', now_wall_s=NOW_S)
+    assert stated.left_s == counted.left_s == 30.0
+    assert parse(b'{"id": "a"}', now_wall_s=NOW_S).left_s is None
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS), VALUES))
+def test_any_line_is_read_or_refused(body: dict[str, object]) -> None:
+    """No value of any field raises another error, and a time that was read is bounded."""
+    try:
+        line = parse(json.dumps(body).encode(), now_wall_s=NOW_S)
+    except InvalidLine:
+        return
+    assert line.left_s is None or abs(line.left_s) < 1e12
