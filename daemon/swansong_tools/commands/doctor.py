@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+import os
+import subprocess
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
-from swansong_bucket.errors import Stopped, Unready
+from swansong_bucket.errors import ConfigError, Stopped, Unreachable, Unready
 from swansong_bucket.util.printable import printable
+from swansongd.config.config import load
 from swansongd.observe import log
 
 from swansong_tools.commands.client import DaemonClient
@@ -18,6 +22,7 @@ from swansong_tools.commands.common import add_json, print_json
 from swansong_tools.commands.terminal import console
 from swansong_tools.doctor.checkup import check
 from swansong_tools.doctor.findings import Finding, Level, has_failure
+from swansong_tools.doctor.harmless import is_harmless
 from swansong_tools.doctor.installation import DaemonAnswer, Options
 
 _STYLES = {
@@ -26,18 +31,27 @@ _STYLES = {
     Level.FAILURE: "bold red",
     Level.SKIPPED: "dim",
 }
-
+_FIX_LIMIT_S = 120.0
+"""More than systemd gives the daemon to start."""
 
 EXAMPLES = {
     "Check a VM before its first training run.": "sudo swansong doctor",
     "Check it and measure the bandwidth to the store.": "sudo swansong doctor --speed",
     "Check it and send a test notification.": "sudo swansong doctor --send-notification",
     "Check an image while it is built.": "swansong doctor --image",
+    "Run the fixes that cannot lose anything, then check.": "sudo swansong doctor --fix",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_json(parser)
+    output = parser.add_mutually_exclusive_group()
+    add_json(output)
+    output.add_argument(
+        "--fix",
+        action="store_true",
+        help="first show and run the harmless fixes, which start, enable or create something; fixes that "
+        "delete, open or edit something are only shown",
+    )
     parser.add_argument(
         "--image",
         action="store_true",
@@ -76,6 +90,8 @@ def _run(args: argparse.Namespace) -> int:
         trial=args.trial,
         send_notification=args.send_notification,
     )
+    if args.fix:
+        _run_fixes(args.config, options, console())
     findings = check(args.config, _ask, options)
     if args.json:
         found = list(findings)
@@ -103,6 +119,57 @@ def _run(args: argparse.Namespace) -> int:
             hint="Fix the first one, then run swansong doctor again",
         )
     return 0
+
+
+def _run_fixes(config: Path, options: Options, out: Console) -> None:
+    """Run harmless fixes, causes before consequences, until the checks find no further one."""
+    if os.geteuid() != 0:
+        raise Unready("running fixes requires root", hint="Run sudo swansong doctor --fix")
+    quiet = replace(options, speed=False, send_notification=False)
+    tried: set[str] = set()
+    while finding := _next_to_fix(check(config, _ask, quiet), tried):
+        if _is_evacuating(config):
+            raise Unready(
+                "running fixes failed: an evacuation is in progress, and a fix may restart the daemon",
+                hint="Run swansong status --watch, and doctor after the verdict",
+            )
+        if not tried:
+            out.print(Text("FIXES", style="bold"))
+        tried.add(finding.fix)
+        _show(out, finding, f"{finding.family}: {finding.name}")
+        out.print(Text(f"           {_run_fix(finding.fix)}"), soft_wrap=True)
+
+
+def _next_to_fix(findings: Iterable[Finding], tried: Collection[str]) -> Finding | None:
+    return next(
+        (each for each in findings if each.fix not in tried and is_harmless(each.fix)), None
+    )
+
+
+def _run_fix(command: str) -> str:
+    """Run a harmless fix; returns its result for the operator."""
+    try:
+        done = subprocess.run(  # noqa: S603 - is_harmless knows each of its words
+            ["/bin/sh", "-c", command],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_FIX_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"the fix timed out after {_FIX_LIMIT_S:g} s"
+    if done.returncode == 0:
+        return "the fix ran"
+    return f"the fix failed with exit code {done.returncode}: {printable(done.stderr.strip())}"
+
+
+def _is_evacuating(config: Path) -> bool:
+    try:
+        return _ask(load(config).trainer.socket).status.evacuation is not None
+    except (ConfigError, Unreachable):
+        return False
 
 
 def _ask(socket: Path) -> DaemonAnswer:

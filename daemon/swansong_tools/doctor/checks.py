@@ -288,7 +288,6 @@ STAGING = (
         "the time to write and read 64 MiB",
         staging.speed,
         ("staging rights",),
-        fix=staging.show_space,
     ),
 )
 REPORTS = (

@@ -116,12 +116,16 @@ def _as_daemon(vm: Installation, lacking: str) -> Iterator[Finding]:
         return
     identity, whose = _identity(vm)
     vm.options = replace(vm.options, operator_file=_operator_file(vm), environment_of=whose)
-    if vm.by_systemd:
-        yield from sandbox.in_unit(vm)
-    elif identity.is_this_process():
-        yield from _examined_here(vm)
-    else:
-        yield from sandbox.in_process(identity, vm)
+    try:
+        if vm.by_systemd:
+            yield from sandbox.in_unit(vm)
+        elif identity.is_this_process():
+            yield from _examined_here(vm)
+        else:
+            yield from sandbox.in_process(identity, vm)
+    except OSError as error:  # of temporary files: each check handles its own errors
+        found = f"checking store and staging failed: {error}"
+        yield sandbox.as_the_daemon(failure(found, "# set TMPDIR to a writable directory"))
 
 
 def _examined_here(vm: Installation) -> Iterator[Finding]:

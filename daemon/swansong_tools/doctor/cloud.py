@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import time
@@ -66,7 +67,6 @@ _FIX = {
     "gcp": "gcloud compute instances describe VM",
     "azure": "az vm show --resource-group GROUP --name NAME",
 }
-_FIX_CLOCK = fixes.as_root("timedatectl set-ntp true")
 
 Judge = Callable[[int, str], Judgement]
 """Judges the status and the text of an answer of the metadata service."""
@@ -311,13 +311,26 @@ def skew_s(date: str, asked_wall_s: float, answered_wall_s: float) -> float | No
     return min(answered_wall_s - date_s, 0.0)
 
 
+def _step_clock() -> str:
+    """Let this machine's time service correct the clock at once; install a service if there is none.
+
+    A service that runs would correct a large difference over hours, or never.
+    """
+    if shutil.which("chronyc"):
+        return fixes.as_root("chronyc makestep")
+    if not Path("/usr/lib/systemd/systemd-timesyncd").exists():
+        return fixes.as_root("apt-get install -y systemd-timesyncd")
+    enable = fixes.as_root("timedatectl set-ntp true")
+    return fixes.then(enable, fixes.as_root("systemctl restart systemd-timesyncd"))
+
+
 def judge_skew(skew_s: float | None, server: str) -> Judgement:
     """Whether the clock is accurate enough for deadlines and signatures."""
     if skew_s is None:
         return skipped(f"{server} sent no Date header")
     found = f"{abs(skew_s):.0f} s {'behind' if skew_s < 0 else 'ahead of'} {server}"
     if abs(skew_s) >= CLOCK_FAILURE_S:
-        return failure(f"{found}: the store will refuse signatures", _FIX_CLOCK)
+        return failure(f"{found}: the store will refuse signatures", _step_clock())
     if abs(skew_s) >= CLOCK_WARNING_S:
-        return warning(found, _FIX_CLOCK)
+        return warning(found, _step_clock())
     return ok(f"within {CLOCK_WARNING_S:g} s of {server}")

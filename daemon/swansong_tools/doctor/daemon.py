@@ -74,7 +74,7 @@ def runs(vm: Installation) -> Judgement:
     blind = [source.name for source in status.sources if source.health is Health.BLIND]
     if restarts and status.uptime_s < SETTLE_S and _restarts_again(restarts):
         return failure(
-            f"the daemon restarts repeatedly: {restarts} restarts so far", fixes.log("-n 30")
+            f"the daemon restarts repeatedly; restarts so far: {restarts}", fixes.log("-n 30")
         )
     words = f"answers: run {status.run}, state {status.state}"
     if blind:
@@ -101,7 +101,7 @@ def judge_down(facts: Mapping[str, str], claim: Path) -> Judgement:
         claim: file with this VM's claim.
     """
     restarts = facts.get("NRestarts", "0")
-    again = f", {restarts} restarts so far" if restarts not in ("", "0") else ""
+    again = f"; restarts so far: {restarts}" if restarts not in ("", "0") else ""
     result, code = facts.get("Result", ""), facts.get("ExecMainStatus", "")
     if facts.get("LoadState") == "masked":
         unit = fixes.unit().name
@@ -320,7 +320,7 @@ def signal(vm: Installation) -> Judgement:
     if trainer.pid_file is not None and not trainer.pid_file.exists():
         return warning(
             f"{trainer.pid_file} does not exist: no trainer to signal",
-            f"ls -l {fixes.quoted(trainer.pid_file)}",
+            f"# start the trainer, which writes its process id to {trainer.pid_file}",
         )
     known = frozenset(found.uid for user in trainer.users if (found := account(user)) is not None)
     numbers = frozenset(user for user in trainer.users if isinstance(user, int))

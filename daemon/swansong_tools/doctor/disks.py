@@ -36,6 +36,12 @@ def mount_of(path: Path, known: list[Mount]) -> Mount:
     return found
 
 
+def make_room(path: Path, known: list[Mount]) -> str:
+    """Advice for a file system that is full; the operator decides."""
+    point = mount_of(Path(os.path.realpath(path)), known).point
+    return f"# delete files of other programs in {point}, or mount a larger disk at {path}"
+
+
 def dies_with_vm(path: Path, known: list[Mount], sys: Path = SYS) -> tuple[str, str]:
     """The reason why files below ``path`` are lost with the VM, and their file system.
 

@@ -17,35 +17,66 @@ from pathlib import Path
 
 from swansong_tools.doctor.installation import BOOTED, DAEMON_USER, TRAINER_GROUP, account
 
-PROVISION = "# in a clone of Swansong: sudo packer/provision.sh"
+PROVISION = "# install the package again, or in a clone of Swansong: sudo packer/provision.sh"
 
-_FIRST = Path("/etc/systemd/system/swansongd.service")
+_FIRST = Path("/usr/lib/systemd/system/swansongd.service")
+_ADMIN = Path("/etc/systemd/system")
+"""Directory of the units and drop-ins of the operator."""
 _chosen = _FIRST
 _CLOUD_TOOLS = ("aws", "gcloud", "az")
 _BUILT_IN = ("unset",)
+_STARTS = re.compile(r"^ExecStart=.* --config[ =](\S+)\s*$", re.MULTILINE)
 _SUDO = re.compile(r"(^|&& |\| )sudo ")
 _EDITOR = "${EDITOR:-vi}"
 
 
-def choose_unit(config: Path, units: Path = _FIRST.parent) -> None:
+def choose_unit(config: Path, *units: Path) -> None:
     """Let all checks and fixes be for the unit that starts a daemon with this configuration.
 
     Each job on a VM has its own unit.  If none names the configuration, the unit is ``swansongd.service``.
+
+    Args:
+        units: directories of units; none: those of the operator and of the package.
     """
     global _chosen  # noqa: PLW0603 - one doctor checks one daemon
-    file = re.escape(str(config.absolute()))
-    starts = re.compile(rf"^ExecStart=.* --config[ =]{file}\s*$", re.MULTILINE)
+    file = os.path.abspath(config)
     _chosen = _FIRST
-    for unit in sorted(units.glob("swansongd*.service")):
+    places = units or (_ADMIN, _FIRST.parent)
+    for unit in (each for place in places for each in sorted(place.glob("swansongd*.service"))):
         with suppress(OSError, UnicodeDecodeError):  # a unit that cannot be read is another's
-            if starts.search(unit.read_text(encoding="utf-8")):
-                _chosen = unit
-                return
+            for named in _STARTS.findall(unit.read_text(encoding="utf-8")):
+                if (job := _job(named, file, is_template="@." in unit.name)) is not None:
+                    _chosen = unit.with_name(unit.name.replace("@.", f"@{job}."))
+                    return
+
+
+def _job(named: str, file: str, *, is_template: bool) -> str | None:
+    """The instance that starts with this file, empty for a unit that is no template; None if none does.
+
+    Args:
+        named: the file that the unit names, with ``%i`` for the instance.
+    """
+    if not is_template:
+        return "" if os.path.normpath(named.replace("%i", "")) == file else None
+    before, has_instance, after = named.partition("%i")
+    job = file.removeprefix(before).removesuffix(after)
+    return job if has_instance and file == f"{before}{job}{after}" and "/" not in job else None
 
 
 def unit() -> Path:
-    """The file of the daemon's unit."""
+    """The file of the daemon's unit; that of an instance need not exist."""
     return _chosen
+
+
+def unit_file() -> Path:
+    """The file of the daemon's unit, or the template of an instance."""
+    name, is_instance, _ = _chosen.stem.partition("@")
+    return _chosen if not is_instance or _chosen.exists() else _chosen.with_name(f"{name}@.service")
+
+
+def drop_ins() -> Path:
+    """The directory for the operator's drop-ins of the daemon's unit."""
+    return _ADMIN / f"{unit().name}.d"
 
 
 def log(options: str) -> str:
@@ -78,9 +109,7 @@ def drop_in(name: str, *lines: str) -> str:
     The name of the drop-in sorts last, so that it overrides the operator's drop-ins.
     """
     return then(
-        write(
-            unit().with_name(f"{unit().name}.d") / f"zz-swansong-{name}.conf", "[Service]", *lines
-        ),
+        write(drop_ins() / f"zz-swansong-{name}.conf", "[Service]", *lines),
         as_root("systemctl daemon-reload"),
         restart(),
     )

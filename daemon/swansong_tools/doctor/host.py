@@ -40,7 +40,8 @@ TMPFILES = Path("/usr/lib/tmpfiles.d/swansong.conf")
 
 _TIMEOUT_S = 10.0
 _PROVISION = fixes.PROVISION
-_DROP_IN = Path("/etc/systemd/logind.conf.d/zz-swansong.conf")
+_DROP_IN = Path("/usr/lib/systemd/logind.conf.d/zz-swansong.conf")
+_OVERRIDE = Path("/etc/systemd/logind.conf.d", _DROP_IN.name)
 _DELAY_S = 24.0
 """Below the 30 s after which GCP cuts the power."""
 _PACKAGES = (
@@ -54,7 +55,7 @@ _RESTORED = _HOME / "restored"
 
 def is_installed() -> bool:
     """Whether the daemon's unit is on this machine."""
-    return fixes.unit().exists()
+    return fixes.unit_file().exists()
 
 
 def is_run_by_systemd() -> bool:
@@ -101,7 +102,7 @@ def judge_delay(delay_s: float, *, wanted_s: float, shutdown_s: float | None) ->
 
 def _set_delay(wanted_s: float = 0.0) -> str:
     return fixes.then(
-        fixes.write(_DROP_IN, "[Login]", f"InhibitDelayMaxSec={max(wanted_s, _DELAY_S):g}s"),
+        fixes.write(_OVERRIDE, "[Login]", f"InhibitDelayMaxSec={max(wanted_s, _DELAY_S):g}s"),
         _restart_logind(),
     )
 
@@ -149,7 +150,7 @@ def judge_unit(facts: Mapping[str, str], *, stop_s: float) -> Judgement:
         )
     if (restarts := facts.get("NRestarts", "0")) not in ("", "0"):
         return warning(
-            f"{found}, {restarts} restarts so far",
+            f"{found}; restarts so far: {restarts}",
             fixes.log("-p warning -n 50"),
         )
     return ok(found)
@@ -172,8 +173,8 @@ def sandbox(vm: Installation) -> Judgement:
 
 def sandbox_of_image(vm: Installation) -> Judgement:
     """The same before systemd runs, by the texts of the unit and its drop-ins."""
-    unit = _below(vm.root, str(fixes.unit()))
-    texts = (unit, *sorted(unit.with_name(f"{unit.name}.d").glob("*.conf")))
+    unit = _below(vm.root, str(fixes.unit_file()))
+    texts = (unit, *sorted(_below(vm.root, str(fixes.drop_ins())).glob("*.conf")))
     lines = [line for path in texts if path.exists() for line in path.read_text().splitlines()]
     if not lines:
         return skipped("the daemon's unit is not installed")
@@ -299,8 +300,8 @@ def judge_accounts(*, user: bool, group: bool) -> Judgement:
 
 def unit_file(_: Installation) -> Judgement:
     unit = fixes.unit()
-    if not unit.exists():
-        return failure(f"{unit} is missing", _PROVISION)
+    if not fixes.unit_file().exists():
+        return failure(f"{fixes.unit_file()} is missing", _PROVISION)
     state = systemctl("is-enabled", unit.name)
     if state != "enabled":
         unmask = ""
@@ -323,8 +324,9 @@ def unit_syntax(_: Installation) -> Judgement:
         for path in fixes.unit().parent.glob("swansong*")
         if path.suffix in (".service", ".socket")
     ]
-    # systemd-analyze verifies a template by an instance of it, which needs no file.
-    paths = [str(path).replace("@.", "@doctor.") for path in units]
+    # systemd-analyze verifies a template by an instance of it, which needs no file.  The instance of
+    # swansong-ready@ is another unit.
+    paths = [str(path).replace("@.", "@swansongd.") for path in units]
     return judge_syntax(_analyzed("verify", "--man=no", *paths).stderr, units=len(units))
 
 
@@ -351,7 +353,7 @@ def judge_syntax(stderr: str, *, units: int) -> Judgement:
 
 
 def logind_drop_in(_: Installation) -> Judgement:
-    if not _DROP_IN.exists():
+    if not _DROP_IN.exists() and not _OVERRIDE.exists():
         return warning(f"{_DROP_IN} is missing: logind delays shutdowns for 5 s only", _set_delay())
     return judge_drop_in(_analyzed("cat-config", "systemd/logind.conf").stdout)
 
@@ -368,12 +370,12 @@ def judge_drop_in(configuration: str) -> Judgement:
             file = line.removeprefix("# ")
         elif line.partition("=")[0].strip() == "InhibitDelayMaxSec":
             winner = file
-    if winner != str(_DROP_IN):
+    if winner not in (str(_DROP_IN), str(_OVERRIDE)):
         return warning(
             f"{winner or 'no file'} sets InhibitDelayMaxSec= of logind, not {_DROP_IN}",
             fixes.as_root(f"rm {winner}") if winner else _set_delay(),
         )
-    return ok(f"{_DROP_IN} sets the delay of a shutdown")
+    return ok(f"{winner} sets the delay of a shutdown")
 
 
 def permissions(vm: Installation) -> Judgement:

@@ -39,10 +39,6 @@ def made(vm: Installation) -> str:
     return fixes.then(fixes.directory(vm.staging, "2750"), fixes.restart())
 
 
-def show_space(vm: Installation) -> str:
-    return f"df -h {fixes.quoted(vm.staging)}"
-
-
 def exists(vm: Installation) -> Judgement:
     path = vm.staging
     if not path.exists():
@@ -197,30 +193,56 @@ def judge_space(path: Path, free: Room, newest: Room) -> Judgement:
     Args:
         newest: size of the newest checkpoint; zeros if there is none.
     """
+    one_bytes = max(newest.size_bytes, _SPEED_BYTES)
+    wanted = Room(
+        2 * one_bytes if newest.size_bytes else _FREE_BYTES_MIN,
+        max(2 * newest.files, _FREE_FILES_MIN),
+    )
+    lacking = Room(wanted.size_bytes - free.size_bytes, wanted.files - free.files)
     bytes_free = f"{_sized(free.size_bytes)} free in {path}"
-    show_space = f"df -h {fixes.quoted(path)}"
     if free.files < max(newest.files, _FREE_FILES_MIN):
         return failure(
             f"{path} has inodes for {free.files} more files: not enough for one checkpoint",
-            f"df -i {fixes.quoted(path)}",
+            more_room(path, lacking),
         )
     if free.size_bytes < _SPEED_BYTES and not newest.size_bytes:
-        return failure(f"{bytes_free}: not enough for any checkpoint", show_space)
+        return failure(f"{bytes_free}: not enough for any checkpoint", more_room(path, lacking))
     size = f"the newest checkpoint has {_sized(newest.size_bytes)}"
-    if free.size_bytes < max(newest.size_bytes, _SPEED_BYTES):
-        return failure(f"{bytes_free}: not enough for one checkpoint; {size}", show_space)
+    if free.size_bytes < one_bytes and newest.size_bytes:
+        return failure(
+            f"{bytes_free}: not enough for one checkpoint; {size}", more_room(path, lacking)
+        )
     if not newest.size_bytes:
         found = f"{bytes_free}; the size of a checkpoint is not known yet"
-        return ok(found) if free.size_bytes >= _FREE_BYTES_MIN else warning(found, show_space)
+        return ok(found) if lacking.size_bytes <= 0 else warning(found, more_room(path, lacking))
     found = f"{bytes_free}, {size}"
     if free.files < 2 * newest.files:
         return warning(
             f"{found} in {newest.files} files, and there are inodes for {free.files}: not enough for two",
-            f"df -i {fixes.quoted(path)}",
+            more_room(path, lacking),
         )
     if free.size_bytes < 2 * newest.size_bytes:
-        return warning(f"{found}: not enough for two", show_space)
+        return warning(f"{found}: not enough for two", more_room(path, lacking))
     return ok(found)
+
+
+def more_room(path: Path, lacking: Room) -> str:
+    """Enlarge a tmpfs until the next boot; any other file system is the operator's decision.
+
+    A tmpfs gets at most half of the memory, as the kernel's default.
+    """
+    known = mounts.mounted()
+    mount = disks.mount_of(Path(os.path.realpath(path)), known)
+    if mount.kind == "tmpfs":
+        facts = os.statvfs(mount.point)
+        size_bytes = facts.f_blocks * facts.f_frsize + max(lacking.size_bytes, 0)
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if size_bytes <= memory_bytes // 2:
+            size = f"size={-(-size_bytes // 2**20)}m"
+            inodes = f",nr_inodes={facts.f_files + lacking.files}" if lacking.files > 0 else ""
+            point = fixes.quoted(mount.point)
+            return fixes.as_root(f"mount -o remount,{size}{inodes} {point}")
+    return disks.make_room(path, known)
 
 
 def _sized(size_bytes: int) -> str:

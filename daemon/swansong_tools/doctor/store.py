@@ -41,6 +41,7 @@ from swansong_tools.doctor.findings import (
 )
 from swansong_tools.doctor.installation import Installation, grace_s
 from swansong_tools.doctor.rehearsal import SET_BYTES, Rehearsal, RetryingBriefly
+from swansong_tools.units import counted
 
 SPEED_LIMIT_S = 120.0
 _DATE_TIMEOUT_S = 5.0
@@ -199,11 +200,9 @@ class StoreProbe:
         if not done.objects:
             return skipped("nothing was stored")
         if not done.left:
-            return ok(f"deleted {done.objects} objects below {run}")
-        return ok(
-            f"no right to delete, as recommended: {done.left} objects with {done.left_bytes} bytes stay "
-            f"below {run}"
-        )
+            return ok(f"deleted {counted(done.objects, 'object')} below {run}")
+        left = f"{counted(done.left, 'object')} of {done.left_bytes} bytes"
+        return ok(f"no right to delete, as recommended: {left} stay below {run}")
 
     # ------------------------------------------------------------ the bucket
 

@@ -246,7 +246,7 @@ def _of_directory(root: Path, error: StoreError) -> str:
             return fixes.drop_in("store", f"ReadWritePaths={root}")
         return fixes.as_root(f"mount -o remount,rw {fixes.quoted(point)}")
     if number in (errno.ENOSPC, errno.EDQUOT):
-        return f"df -h {fixes.quoted(root)}"
+        return disks.make_room(root, mounts.mounted())
     if account(DAEMON_USER) is None:
         return fixes.directory(root, "0700")
     owner = fixes.as_root(f"chown -R {DAEMON_USER}: {fixes.quoted(root)}")

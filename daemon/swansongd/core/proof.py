@@ -88,14 +88,14 @@ def _distance(state: State, newest: CommitRef, position: Position) -> str:
     start, step = state.start_of(position.start_id), position.step
     assert start is not None
     if newest.generation == start.generation:
-        return f"{step - newest.step} steps after {newest.step} are not committed"
+        return f"the newest commit is of step {newest.step}, not of step {step}"
     parent = start.parent
     if not parent.is_known:
         return (
             f"this start has committed nothing up to step {step}, and has not said what it loaded"
         )
     if parent.start_id == state.owner_of(newest) and parent.step == newest.step:
-        return f"{step - parent.step} steps after {parent.step} are not committed"
+        return f"the newest commit is of step {parent.step}, not of step {step}"
     return f"this start has committed nothing up to step {step}; it began at step {parent.step}"
 
 

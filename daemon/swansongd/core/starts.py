@@ -3,7 +3,8 @@
 
 A start is one launch of the training: all ranks, on all VMs.  Rank 0 draws its id, and every sealed set names
 it.  A rollback begins another start in the same processes.  A trainer without hooks has one start for each
-process, and the daemon draws the id.  Each start has a generation of its own, which it claims in the bucket.
+process, with an id that follows from the process.  Each start has its own generation, which it claims in the
+bucket.
 
 The order of the starts is the order of their generations, so the place of each set is a lookup: nothing is
 inferred from steps or times.  There is one exception, for trainers without hooks whose process is unknown or

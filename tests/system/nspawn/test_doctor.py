@@ -179,11 +179,29 @@ def no_role(aws: Aws) -> None:
 
 
 def test_fixes_of_the_unit(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
-    """Faults of systemd, logind and the network: the cause comes first, and each fix works verbatim."""
+    """Faults of systemd, logind and the network: the cause comes first, and each fix works verbatim.
+
+    ``--fix`` runs those that start, create and enable, and leaves those that open a file to the operator.
+    """
     vm = new_vm(bucket)
     vm.power_on()
     vm.wait_active()
     all_fixed(vm, THE_UNIT)
+    harmless = ("unit disabled", "runtime directory gone", "stop timeout too short")
+    vm.run("rm", "-r", DROP_IN)
+    for setup in THE_UNIT:
+        if setup.name in harmless:
+            vm.run("bash", "-c", setup.breaks, may_fail=True)
+    vm.run("systemctl", "disable", "--now", DAEMON)
+    said = vm.run("swansong", "doctor", "--fix", timeout_s=120)
+    assert said.startswith("FIXES\n  failure  ")
+    assert said.count("the fix ran") >= 2
+    assert "failure 0" in said
+    assert vm.run("systemctl", "is-enabled", DAEMON) == "enabled"
+    vm.run("chmod", "600", "/run/swansong/trainer.sock")
+    said = vm.run("swansong", "doctor", "--fix", may_fail=True, timeout_s=120)
+    assert "the fix ran" not in said
+    assert "failure 1" in said
 
 
 def test_fixes_of_users_and_directories(new_vm: Any, bucket: Bucket, aws: Aws) -> None:

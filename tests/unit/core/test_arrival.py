@@ -114,7 +114,7 @@ def test_a_trainer_that_connects_after_the_verdict_gets_another_one(dies: bool) 
         story.scan()
         story.wait(1)
         assert story.verdicts[1:] == ["PARTIAL generation 1 step 50"]
-        assert "1 steps after 50 are not committed" in story.last(Conclude).reason
+        assert "the newest commit is of step 50, not of step 51" in story.last(Conclude).reason
     else:
         story.answer(52)
         story.store_all()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import ssl
@@ -27,8 +28,9 @@ from swansong_bucket.model import Health
 from swansong_bucket.stores.azure import auth
 from swansong_bucket.stores.file.mounts import parsed
 from swansong_bucket.stores.s3.access import CREDENTIALS_HINT
-from swansong_tools.doctor import cloud, daemon, fixes
-from swansong_tools.doctor.cloud import judge_environment, judge_skew, skew_s
+from swansong_tools.commands.main import main
+from swansong_tools.doctor import checks, cloud, daemon, fixes
+from swansong_tools.doctor.cloud import judge_environment, judge_skew, judge_spot, skew_s
 from swansong_tools.doctor.daemon import judge_down
 from swansong_tools.doctor.disks import dies_with_vm, mount_of
 from swansong_tools.doctor.findings import (
@@ -196,7 +198,50 @@ def test_a_command_in_an_error_becomes_the_fix() -> None:
     assert (judged.found, judged.fix) == ("no. Do that", "other")
 
 
+# ---------------------------------------------------------------- the configuration
+
+
+def problems(
+    path: Path, capfd: pytest.CaptureFixture[str], *arguments: str
+) -> list[dict[str, str]]:
+    """The findings about this configuration; the exit code is that of a failure."""
+    assert main(["--config", str(path), "doctor", "--json", *arguments]) == 12
+    found = json.loads(capfd.readouterr().out)
+    return [finding for finding in found if finding["name"] == "configuration"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--image"]])
+def test_an_invalid_configuration_lists_all_problems(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    """Each problem is a separate failure; the exit code is 12, for tests of images."""
+    path = tmp_path / "swansong.toml"
+    path.write_text('[run]\nname = "-"\n[staging]\npath = "relative"\n')
+    found = problems(path, capfd, *arguments)
+    assert [finding["found"].partition(":")[0] for finding in found] == [
+        "run.name", "staging.path", "store.url",
+    ]  # fmt: skip
+    (fix,) = {finding["fix"] for finding in found}
+    assert fix.endswith(f" {path}")
+
+
+def test_missing_configuration(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The fix copies the example."""
+    (first,) = problems(tmp_path / "swansong.toml", capfd)
+    source, _, target = first["fix"].removeprefix("install -D -m 0644 ").partition(" ")
+    assert Path(source).is_file()
+    assert target == str(tmp_path / "swansong.toml")
+
+
 # ---------------------------------------------------------------- judgements
+
+
+def test_a_notice_in_force_is_a_warning() -> None:
+    """A notice is not a fault of the installation."""
+    judged = judge_spot(200, '{"action": "terminate"}')
+    assert judged.level == "warning"
+    assert '"terminate"' in judged.found
+    assert judge_spot(404, "").level == "ok"
 
 
 @pytest.mark.fault("S25")
@@ -641,6 +686,36 @@ def test_a_store_that_is_lost_with_the_vm_is_a_failure_except_for_a_trial(tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("trainer", "name", "fix"),
+    [
+        ({"users": ["nosuchuser"], "socket": "/s"}, "trainer users", "sudo useradd "),
+        ({"socket": "/nowhere/s"}, "socket directory", "sudo install -d /nowhere && "),
+    ],
+)
+def test_a_cause_that_stops_the_daemon_is_the_only_failure(
+    trainer: dict[str, object], name: str, fix: str
+) -> None:
+    """With an unknown user, or without the directory of its socket, the daemon would not start."""
+    found = {each.name: each for each in examine(installation(trainer=trainer), checks.DAEMON)}
+    assert {each.name for each in found.values() if each.level == "failure"} == {name}
+    assert found[name].fix.startswith(fix)
+    assert found["daemon"].level == "skipped"
+
+
+@pytest.mark.fault("S11")
+def test_a_trainer_that_does_not_catch_the_signal(tmp_path: Path) -> None:
+    """The signal would kill the trainer, so the daemon would refuse to send it; doctor reports that."""
+    path = tmp_path / "trainer.pid"
+    vm = installation(trainer={"signal": "SIGUSR1", "pid_file": str(path)})
+    with subprocess.Popen(["sleep", "60"]) as trainer:
+        path.write_text(str(trainer.pid))
+        judged = daemon.signal(vm)
+        trainer.kill()
+    assert judged.level == "failure"
+    assert "has no handler for SIGUSR1" in judged.found
+
+
+@pytest.mark.parametrize(
     ("facts", "found", "fix"),
     [
         ({"Result": "oom-kill", "MemoryMax": "1000"}, "out of memory", "MemoryMax=infinity"),
@@ -778,17 +853,22 @@ def test_the_unit_is_the_one_that_starts_a_daemon_with_this_configuration(
     monkeypatch.setattr(fixes, "_chosen", fixes._FIRST)
     monkeypatch.setattr(fixes, "BOOTED", tmp_path)
     first = (REPOSITORY / "systemd/swansongd.service").read_text()
-    second = first.replace("/swansong.toml", "/second.toml")
+    own = first.replace("/%i/swansong.toml", "/own.toml")
     (tmp_path / "swansongd.service").write_text(first)
-    (tmp_path / "swansongd-second.service").write_text(second)
+    (tmp_path / "swansongd@.service").write_text(first)
+    (tmp_path / "swansongd-own.service").write_text(own)
     (tmp_path / "swansongd-bad.service").write_bytes(b"\xff")
     (tmp_path / "swansongd-gone.service").symlink_to(tmp_path / "missing")
-    for name, unit in (
-        ("second", "swansongd-second"),
-        ("swansong", "swansongd"),
-        ("third", "swansongd"),
+    for name, unit, file in (
+        ("second/swansong", "swansongd@second", "swansongd@"),
+        ("a.b/swansong", "swansongd@a.b", "swansongd@"),
+        ("own", "swansongd-own", "swansongd-own"),
+        ("swansong", "swansongd", "swansongd"),
+        ("third", "swansongd", "swansongd"),
+        ("a/b/swansong", "swansongd", "swansongd"),
     ):
         fixes.choose_unit(Path(f"/etc/swansong/{name}.toml"), tmp_path)
+        assert fixes.unit_file() == tmp_path / f"{file}.service" or unit == file == "swansongd"
         assert fixes.restart().endswith(f"systemctl restart {unit}.service")
         assert f"/{unit}.service.d/zz-swansong-memory.conf" in fixes.more_memory()
         assert fixes.log("-f") == f"journalctl -u {unit} -f -o cat"

@@ -14,7 +14,8 @@ from swansong_tools.doctor.installation import Installation, own_account
 from swansongd.config.config import Config, parse
 
 HOME = pwd.getpwuid(0).pw_dir.lstrip("/")
-UNIT = "etc/systemd/system/swansongd.service"
+UNIT = "usr/lib/systemd/system/swansongd.service"
+DROP_INS = "etc/systemd/system/swansongd.service.d"
 STAGING = "/var/lib/swansong/staging"
 
 
@@ -71,7 +72,7 @@ def test_a_good_image_is_ok(root: Path) -> None:
         ("etc/swansong/aws/config", "aws_secret_access_key = x"),
         ("etc/swansong/key.pem", "-----BEGIN EC PRIVATE KEY-----"),
         ("etc/swansong/swansong.toml", "# AKIAABCDEFGHIJKLMNOP"),
-        (f"{UNIT}.d/env.conf", "[Service]\nEnvironment=AWS_SECRET_ACCESS_KEY=x"),
+        (f"{DROP_INS}/env.conf", "[Service]\nEnvironment=AWS_SECRET_ACCESS_KEY=x"),
         ("etc/pip.conf", "index-url = https://me:secret@example.org/simple"),
     ],
 )
@@ -104,7 +105,7 @@ def test_an_identity_is_found(root: Path, name: str) -> None:
 def test_staging_elsewhere_needs_a_drop_in(root: Path, drop_in: str | None, level: Level) -> None:
     """Unit and drop-ins are merged; an empty assignment resets the list."""
     if drop_in is not None:
-        write(root / f"{UNIT}.d/staging.conf", f"[Service]\n{drop_in}\n")
+        write(root / f"{DROP_INS}/staging.conf", f"[Service]\n{drop_in}\n")
     assert levels(root, "/mnt/nvme/staging")["sandbox"] is level
 
 

@@ -78,18 +78,20 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
             "run": {"name": "x" * 100},
             "staging": {"path": str(tmp_path / "staging")},
             "store": {"url": (tmp_path / "store").as_uri()},
+            "flush": {"connections": 1},
+            "deadline": {"reserve_s": 1.0},
         }
     )
     assert [path for name in names for path in (tmp_path / name).iterdir()] == []
 
 
-def rehearsed(config: Config) -> dict[str, Finding]:
-    """The findings of the steps, by name."""
-    options = Options(trial=True)
+def rehearsed(config: Config, *, speed: bool = False) -> dict[str, Finding]:
+    """The findings of the steps, by name; with ``speed``, that of the bandwidth as well."""
+    options = Options(trial=True, speed=speed)
     vm = Installation(path=Path("/c"), configured=config, user=own_account(), options=options)
     with contextlib.closing(vm.shared(of_store.StoreProbe)):
         found = {finding.name: finding for finding in examine(vm, checks.STORE)}
-    return {name: found[name] for name in STEPS}
+    return {name: found[name] for name in (*STEPS, *(["speed"] if speed else []))}
 
 
 def failures(findings: dict[str, Finding]) -> list[str]:
@@ -97,9 +99,10 @@ def failures(findings: dict[str, Finding]) -> list[str]:
 
 
 def test_a_good_store_is_left_unchanged(config: Config, store: Altered) -> None:
-    """Each step is ok, also for the longest run name; no object remains."""
+    """Each step is ok, also for the longest run name; no object remains, also of a measurement."""
     store.objects["other"] = b"kept"
-    findings = rehearsed(config)
+    findings = rehearsed(config, speed=True)
+    assert "GB fit into the 24 s of a notice" in findings["speed"].found
     assert {finding.level for finding in findings.values()} == {"ok"}
     assert store.objects == {"other": b"kept"}
     assert {"put", "create", "list", "get"} <= {what for what, _ in store.requests}
@@ -191,4 +194,4 @@ def test_without_the_right_to_delete_the_finding_names_what_remains(
     assert failures(findings) == []
     left_bytes = sum(map(len, store.objects.values()))
     assert 0 <= left_bytes - rehearsal.SET_BYTES < 10_000
-    assert f"with {left_bytes} bytes stay below" in findings["delete"].found
+    assert f" {left_bytes} bytes stay below" in findings["delete"].found
