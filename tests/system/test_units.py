@@ -16,6 +16,7 @@ import google.auth.environment_vars
 import pytest
 from botocore.configprovider import BOTOCORE_DEFAUT_SESSION_VARIABLES
 from swansong_bucket.errors import EXIT_CODES, ConfigError, FencedError
+from swansongd.config.config import DEFAULT_PATH
 from swansongd.host import fdstore
 
 from testkit import REPOSITORY
@@ -163,7 +164,7 @@ def test_the_restore_unit_considers_sets_that_survived_in_staging() -> None:
 
 
 def test_systemd_shows_no_exit_code_under_a_wrong_name() -> None:
-    """Only success, failure and wrong arguments use an exit code for which systemd has a name."""
+    """Only codes that mean what systemd calls them use an exit code for which systemd has a name."""
     tool = shutil.which("systemd-analyze")
     if tool is None:
         pytest.skip("needs systemd-analyze")
@@ -171,7 +172,7 @@ def test_systemd_shows_no_exit_code_under_a_wrong_name() -> None:
     names = {int(line.split()[1]): line.split()[0] for line in table.splitlines()[1:]}
     assert names[6] == "NOTCONFIGURED"
     used = {names[code] for code in EXIT_CODES if code in names}
-    assert used == {"SUCCESS", "FAILURE", "INVALIDARGUMENT"}
+    assert used == {"SUCCESS", "FAILURE", "INVALIDARGUMENT", "TEMPFAIL"}
 
 
 def test_no_restart_after_a_permanent_error() -> None:
@@ -207,19 +208,20 @@ def test_daemon_stops_before_the_services_that_the_flush_needs() -> None:
     assert SHUTDOWN in daemon["Wants"]
     shutdown = settings(UNITS / SHUTDOWN)
     assert {"docker.service", "containerd.service"} <= set(shutdown["After"])
-    assert shutdown["ExecStop"] == ["/bin/systemctl", "stop", "swansongd.service"]
+    stopped = ["swansongd.service", "swansongd@*.service"]
+    assert shutdown["ExecStop"] == ["/bin/systemctl", "stop", *stopped]
     assert settings(UNITS / "trainer.service.d" / "swansong.conf")["Before"] == [SHUTDOWN]
 
 
 def test_the_daemon_starts_before_the_trainer_and_waits_for_no_container() -> None:
     """The restore unit starts after the daemon, so the daemon has no order with the trainer, with Docker or
     with the unit for the shutdown: that would be a cycle, or a wait at the boot."""
-    ready = settings(UNITS / "swansong-ready.service")
-    assert ready["Requires"] == ready["After"] == ["swansongd.service"]
+    ready = settings(UNITS / "swansong-ready@.service")
+    assert ready["Requires"] == ready["After"] == ["%i.service"]
     assert not ready["RemainAfterExit"]  # else the trainer would stop before the daemon
     assert "swansongd.service" in settings(UNITS / "swansong-restore@.service")["After"]
     for drop_in, unit in {
-        "swansong": "swansong-ready.service",
+        "swansong": "swansong-ready@swansongd.service",
         "without-hooks": "swansong-restore@my-run.service",
     }.items():
         trainer = settings(UNITS / "trainer.service.d" / f"{drop_in}.conf")
@@ -229,6 +231,23 @@ def test_the_daemon_starts_before_the_trainer_and_waits_for_no_container() -> No
     assert not daemon["Before"]
     assert not shutdown["Before"]
     assert "swansongd.service" not in shutdown["After"]
+
+
+@pytest.mark.parametrize("name", ["swansongd", "swansong-prune", "swansong-verify"])
+def test_a_job_has_the_units_of_the_first_one(name: str) -> None:
+    """The template is the same file, so each setting stands once; without an instance it is the first job."""
+    unit = UNITS / f"{name}.service"
+    assert (UNITS / f"{name}@.service").resolve() == unit
+    (path,) = {word for word in settings(unit)["ExecStart"] if word.endswith(".toml")}
+    assert Path(path.replace("%i", "")) == DEFAULT_PATH
+    if name != "swansongd":
+        assert (UNITS / f"{name}@.timer").resolve() == UNITS / f"{name}.timer"
+
+
+def test_all_daemons_share_their_first_runtime_directory() -> None:
+    """It has the locks between daemons, and the second one has the socket of the job."""
+    directories = settings(UNITS / "swansongd.service")["RuntimeDirectory"]
+    assert directories == ["swansong", "swansong/%i"]
 
 
 @pytest.fixture

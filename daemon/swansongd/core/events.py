@@ -344,6 +344,13 @@ class FenceFound:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkShared:
+    """Another daemon of this VM started or stopped sending bytes that its verdict waits for."""
+
+    is_needed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class WokeUp:
     """The VM was suspended for ``slept_s``, while the monotonic clock stood still."""
 
@@ -369,7 +376,8 @@ Event = (
     | RestoreAsked | RolledBack | RunRead | PaceRead | HistoryRead
     | SignalSent | SignalRefused | SignalledExited
     | Scanned | GenerationClaimed | FlushProgress | Flushed | FlushFailed
-    | CommitDone | PartsCounted | CommitFailed | FenceFound | WokeUp | StopRequested | Tick
+    | CommitDone | PartsCounted | CommitFailed | FenceFound | LinkShared | WokeUp | StopRequested
+    | Tick
 )  # fmt: skip
 
 # ---------------------------------------------------------------- actions

@@ -154,6 +154,13 @@ def record_committed(transition: Transition) -> None:
     _put(transition, replace(transition.state.flush, failures=0))
 
 
+def record_link(transition: Transition, *, is_needed: bool) -> None:
+    """Another daemon of this VM needs the link, or does not need it any more."""
+    until_mono_s = math.inf if is_needed else transition.now
+    flush = replace(transition.state.flush, link_needed_until_mono_s=until_mono_s)
+    _put(transition, flush)
+
+
 def cut_backoff(transition: Transition) -> None:
     """Retry at once: an evacuation opens, and the time is short."""
     _put(transition, replace(transition.state.flush, retry_mono_s=transition.now))
@@ -161,7 +168,9 @@ def cut_backoff(transition: Transition) -> None:
 
 def forget(transition: Transition) -> None:
     """Forget the flush in flight and the failures; the number of flushes makes their ids unique."""
-    _put(transition, FlushState(flushes=transition.state.flush.flushes))
+    flush = transition.state.flush
+    until_mono_s = flush.link_needed_until_mono_s
+    _put(transition, FlushState(flushes=flush.flushes, link_needed_until_mono_s=until_mono_s))
 
 
 def back_off(transition: Transition) -> None:

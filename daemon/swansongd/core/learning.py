@@ -71,6 +71,8 @@ def record_sealed(transition: Transition, request: CheckpointRequest) -> None:
 
 def record_sent(transition: Transition, size_bytes: int, duration_s: float) -> None:
     """A flush has sent these bytes: update the bandwidth."""
+    if transition.state.must_yield:
+        return  # the sample shows that the flush is paused
     learned = transition.state.learned
     known = learned.bandwidth_bytes_per_s
     limit = transition.state.settings.background_limit_bytes_per_s
@@ -102,7 +104,9 @@ def record_flushed(transition: Transition, flight: Flight, event: Flushed, sent_
 
 
 def is_throttled(state: State, flight: Flight) -> bool:
-    """Whether the limit for background traffic applied to this flush, or to a part of it."""
+    """Whether this flush, or a part of it, was limited: in the background, or for another daemon."""
+    if flight.started_mono_s < state.flush.link_needed_until_mono_s:
+        return True
     evacuation = state.evacuation
     is_background = evacuation is None or evacuation.opened_mono_s > flight.started_mono_s
     return state.settings.background_limit_bytes_per_s is not None and is_background

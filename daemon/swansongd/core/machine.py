@@ -132,6 +132,8 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
             commits.record_failed(transition, event)
         case events.FenceFound():
             starts.record_fence(transition, event)
+        case events.LinkShared(is_needed):
+            flight.record_link(transition, is_needed=is_needed)
         case events.WokeUp(slept_s):
             starts.record_woke_up(transition, slept_s)
         case events.StopRequested(reason):

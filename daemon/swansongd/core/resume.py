@@ -57,12 +57,13 @@ def newest_known(state: State, listed: CommitRef | None) -> CommitRef | None:
 def may_download(state: State, *, is_asked: bool) -> bool:
     """Whether a download may use the link now.
 
-    The link belongs to an evacuation.  A download that no trainer has asked for stops while one is open.
+    The link belongs to an evacuation.  A download that no trainer has asked for stops while one is open, here
+    or in another daemon of this VM.
     One that a trainer waits for runs, unless the evacuation sends bytes.  It runs while a request waits: a
     rank that still restores answers the request only after that.
     """
     if state.evacuation is None:
-        return True
+        return is_asked or not state.must_yield
     is_sending = (
         state.flush.flight is not None or bool(state.commits.stored) or bool(state.uncommitted)
     )

@@ -360,6 +360,8 @@ class FlushState:
     failures: int = 0
     retry_mono_s: float = 0.0
     """End of the backoff after a failure of the store."""
+    link_needed_until_mono_s: float = 0.0
+    """When another daemon of this VM needed the link last; infinite while it does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -596,6 +598,19 @@ class State:
         if early is None:
             return size_bytes
         return max(0, max(size_bytes, early.size_bytes) - self.flush.stored_bytes.get(early.id, 0))
+
+    @property
+    def is_deciding(self) -> bool:
+        """Whether an evacuation has no verdict yet.  A precaution has none."""
+        evacuation = self.evacuation
+        return (
+            evacuation is not None and not evacuation.is_precaution and evacuation.verdict is None
+        )
+
+    @property
+    def must_yield(self) -> bool:
+        """Whether a verdict of another daemon of this VM waits for its bytes, and none of this one."""
+        return self.flush.link_needed_until_mono_s == math.inf and not self.is_deciding
 
     @cached_property
     def requests_made(self) -> tuple[CheckpointRequest, ...]:

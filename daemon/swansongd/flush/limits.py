@@ -20,6 +20,11 @@ def is_undecided(state: State) -> bool:
     return state.evacuation is not None and state.evacuation.verdict is None
 
 
+def needs_link(state: State) -> bool:
+    """Whether a verdict waits for bytes that are sent now: the other daemons of this VM yield."""
+    return state.is_deciding and state.flush.flight is not None
+
+
 def may_prune(state: State) -> bool:
     """Whether this VM applies the retention, if the daemon does: the first VM of a job that is not fenced."""
     is_first = all(trainer.node == 0 for trainer in state.ranks.trainers)
@@ -39,10 +44,11 @@ def rate_bytes_per_s(state: State) -> float | None:
 def may_mirror(state: State) -> bool:
     """Whether copies to the mirror may use the link: not while a checkpoint is sent, or a verdict is due.
 
-    After the verdict they may, as long as no follow-up checkpoint is sent: the VM may be the last one that
-    reaches both stores.
+    Another daemon of this VM may send that checkpoint.  After the verdict they may, as long as no follow-up
+    checkpoint is sent: the VM may be the last one that reaches both stores.
     """
-    return not is_undecided(state) and state.flush.flight is None
+    is_free = not is_undecided(state) and not state.must_yield
+    return is_free and state.flush.flight is None
 
 
 def mirror_rate_bytes_per_s(state: State, limit_bytes_per_s: float | None) -> float | None:

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
 import structlog
@@ -162,6 +163,7 @@ class Service:
             state=lambda: self._state,
             boot_id=boot_id,
             stop=self._stop,
+            shared=_shared_directory(),
         )
         self._flush, self._committer = self._storage.flush, self._storage.committer
         gpus_before = self._fdstore.gpus()
@@ -609,6 +611,12 @@ def _first_state(
         booted_wall_ns=boot.booted_wall_ns(),
     )
     return State(settings=settings, starts=StartState(known=committer.starts))
+
+
+def _shared_directory() -> Path | None:
+    """The first ``RuntimeDirectory=`` of the unit, which all daemons of a VM share; None without systemd."""
+    named = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0]
+    return Path(named) if named else None
 
 
 def _asleep_s() -> float:

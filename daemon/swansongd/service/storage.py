@@ -40,6 +40,7 @@ from swansongd.flush.locker import Locker
 from swansongd.flush.mirroring import Mirroring
 from swansongd.flush.possession import Possession
 from swansongd.flush.pruner import Pruner
+from swansongd.flush.shared_link import SharedLink, lock_run
 from swansongd.flush.store_health import StoreHealth
 from swansongd.observe.facts import Observed
 from swansongd.observe.snapshot import PruneFigures
@@ -85,9 +86,11 @@ class Storage:
         state: returns the current state of the decision loop.
         boot_id: of this boot of the kernel.
         stop: ends the warmer, and the waits between retries.
+        shared: runtime directory of all daemons of this VM; None: this daemon coordinates with no other.
 
     Raises:
-        ConfigError: ``store.url`` or ``store.signing_key_file`` cannot be used.
+        ConfigError: ``store.url`` or ``store.signing_key_file`` cannot be used, or another daemon of this VM
+            serves the run.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class Storage:
         state: Callable[[], State],
         boot_id: str,
         stop: threading.Event,
+        shared: Path | None = None,
     ) -> None:
         def is_urgent() -> bool:
             return limits.is_urgent(state())
@@ -108,12 +112,23 @@ class Storage:
         self.bytes_referenced = 0
         """Bytes that were not sent since the daemon started, because an earlier commit has stored them."""
         self.keys = RunKeys(config.run.name)
+        self._link: SharedLink | None = None
+        if shared is not None:
+            try:
+                lock_run(shared, config.run.name, config.store.url)
+                self._link = SharedLink(shared, state=state, post=post, stop=stop)
+            except OSError as error:
+                _log.warning("link_not_shared", reason=f"{shared}: {error.strerror}")
         opened, self.backend, mirror = open_stores(config, staging.own)
         dns.remember()
         checksums.load()
         self._health = StoreHealth(post)
         data_store = self._retrying(
-            Throttled(self.backend, lambda: limits.rate_bytes_per_s(state())),
+            Throttled(
+                self.backend,
+                lambda: limits.rate_bytes_per_s(state()),
+                is_paused=lambda: state().must_yield,
+            ),
             lambda: limits.data_give_up_mono_s(state(), time.monotonic()),
         )
         small_store = self._retrying(
@@ -202,6 +217,8 @@ class Storage:
         self.committer.start()
         self._warmer.start()
         self.ledger.start()
+        if self._link is not None:
+            self._link.start()
         if self.mirroring is not None:
             self.mirroring.start()
         if self._prunes:

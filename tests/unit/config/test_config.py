@@ -427,6 +427,28 @@ def test_the_error_of_a_mirror_names_its_key(tmp_path: Path) -> None:
         open_mirror(config.mirror)
 
 
+def test_each_job_has_its_own_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a file for swansongd@JOB.service has another default, and a configured socket stays."""
+    minimal = '[run]\nname = "r"\n[staging]\npath = "/s"\n[store]\nurl = "s3://bucket/p"\n'
+    monkeypatch.setattr("swansongd.config.config.DEFAULT_PATH", tmp_path / "swansong.toml")
+    for name, socket in (
+        ("swansong.toml", "/run/swansong/trainer.sock"),
+        ("second/swansong.toml", "/run/swansong/second/trainer.sock"),
+        ("second/../second/swansong.toml", "/run/swansong/second/trainer.sock"),
+        ("second/other.toml", "/run/swansong/trainer.sock"),
+        ("second/deeper/swansong.toml", "/run/swansong/trainer.sock"),
+    ):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(minimal)
+        assert str(load(path).trainer.socket) == socket
+        path.write_text(f'{minimal}[trainer]\nsocket = "/run/x.sock"\n')
+        assert str(load(path).trainer.socket) == "/run/x.sock"
+    path.write_text(f"trainer = 5\n{minimal}")
+    with pytest.raises(ConfigError, match="trainer: is not a table"):
+        load(path)
+
+
 def test_the_environment_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is the only source of configuration."""
     for section, keys in section_keys().items():

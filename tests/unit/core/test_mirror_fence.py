@@ -44,7 +44,9 @@ def test_copies_give_way_to_checkpoints(
     decided = None if verdict == "open" else verdict
     evacuation = None if verdict is None else SimpleNamespace(verdict=decided)
     state: Any = SimpleNamespace(
-        evacuation=evacuation, flush=SimpleNamespace(flight=object() if is_sending else None)
+        evacuation=evacuation,
+        flush=SimpleNamespace(flight=object() if is_sending else None),
+        must_yield=False,
     )
     assert limits.may_mirror(state) is may_copy
     assert limits.mirror_rate_bytes_per_s(state, 5.0) == rate

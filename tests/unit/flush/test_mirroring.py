@@ -28,13 +28,19 @@ KEYS = RunKeys("r")
 FILES = {"weights": bytes(range(251)) * 20, "index.json": b"{}"}
 
 
+def state_with(*, evacuation: Any = None, flight: Any = None, must_yield: bool = False) -> Any:
+    """The fields of the state that the limits read."""
+    flush = SimpleNamespace(flight=flight)
+    return SimpleNamespace(evacuation=evacuation, flush=flush, must_yield=must_yield)
+
+
 class Rig:
     """A daemon's mirroring between two stores in memory, with the state that a test sets."""
 
     def __init__(self) -> None:
         self.primary, self.mirror = MemoryStore(), MemoryStore()
         self.mirror.url = "memory://mirror"
-        self.state = SimpleNamespace(evacuation=None, flush=SimpleNamespace(flight=None))
+        self.state = state_with()
         self.stop = threading.Event()
         self.events: list[Event] = []
         self.claimed = commit.claim_generation(self.primary, KEYS, identity={}, start_id="vm1")
@@ -250,23 +256,21 @@ def test_a_promoted_mirror_fences_the_daemon(rig: Rig) -> None:
     until(lambda: rig.events == [FenceFound(promoted, in_mirror=True)], what="the fence")
 
 
-@pytest.mark.parametrize("reason", ["undecided", "sending"])
+@pytest.mark.parametrize("reason", ["undecided", "sending", "another job"])
 def test_nothing_is_copied_while_a_checkpoint_needs_the_link(rig: Rig, reason: str) -> None:
     """Copies pause for the evacuation and for each flush; after the verdict they continue."""
     if reason == "undecided":
-        rig.state = SimpleNamespace(
-            evacuation=SimpleNamespace(verdict=None), flush=SimpleNamespace(flight=None)
-        )
+        rig.state = state_with(evacuation=SimpleNamespace(verdict=None))
+    elif reason == "another job":
+        rig.state = state_with(must_yield=True)
     else:
         evacuation = SimpleNamespace(verdict=Verdict.SAFE)
-        rig.state = SimpleNamespace(evacuation=evacuation, flush=SimpleNamespace(flight=object()))
+        rig.state = state_with(evacuation=evacuation, flight=object())
     rig.mirroring.committed(rig.commit(100))
     rig.mirroring.start()
     until(lambda: rig.mirroring._gate.is_closed, what="the pause")
     assert not rig.mirror.requests
-    rig.state = SimpleNamespace(
-        evacuation=SimpleNamespace(verdict=Verdict.SAFE), flush=SimpleNamespace(flight=None)
-    )
+    rig.state = state_with(evacuation=SimpleNamespace(verdict=Verdict.SAFE))
     rig.until_state(MirrorState.OK)
     assert rig.steps() == [100]
 
@@ -275,9 +279,7 @@ def test_the_farewell_reaches_the_mirror_before_the_vm_ends(rig: Rig) -> None:
     """After the verdict the records are copied at once, not at their usual interval."""
     rig.mirroring.start()
     rig.until_state(MirrorState.OK)
-    rig.state = SimpleNamespace(
-        evacuation=SimpleNamespace(verdict=Verdict.SAFE), flush=SimpleNamespace(flight=None)
-    )
+    rig.state = state_with(evacuation=SimpleNamespace(verdict=Verdict.SAFE))
     rig.primary.put("r/farewells/00000001-x.json", b"{}")
     rig.mirroring.check_fence()
     until(lambda: "r/farewells/00000001-x.json" in rig.mirror.objects, what="the farewell")

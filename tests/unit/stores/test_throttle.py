@@ -179,3 +179,26 @@ def test_the_chunk_that_a_repair_puts_keeps_to_the_rate(files: Watched) -> None:
         store.put(key, bytes(size_bytes))
     assert time.monotonic() - began_s >= 0.9 * size_bytes / RATE
     assert files.head("second") is not None
+
+
+def test_a_pause_holds_bodies_and_its_end_frees_them(files: Watched) -> None:
+    """A body in flight sends one window and waits; the next one does not start."""
+    is_paused = threading.Event()
+    store = Throttled(files, Limit(None), is_paused=is_paused.is_set)
+    windows: list[int] = []
+
+    def moved(size_bytes: int) -> None:
+        windows.append(size_bytes)
+        if len(windows) == 1:
+            is_paused.set()
+
+    data = memoryview(bytes(3 * WINDOW_BYTES))
+    first = started(1, lambda _: store.create("first", data, moved=moved))
+    until(is_paused.is_set, what="the first window")
+    second = started(1, lambda _: store.create("second", data))
+    assert list(files.list("")) == []
+    assert len(windows) == 1
+    assert files.most_under_way == 1
+    is_paused.clear()
+    joined([*first, *second])
+    assert len(list(files.list(""))) == 2

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from swansong_bucket.stores.base import WINDOW_BYTES, Moved, ObjectStore, Sink, ignore_moved
 from swansong_bucket.stores.wrappers.forwarding import Forwarding
 
+HELD_S = 10.0
+"""Longest pause of a body in flight.  Stores close connections that are idle for 20 s."""
 _POLL_S = 0.05
 """Interval at which a waiting thread reads the rate again."""
 
@@ -25,9 +27,12 @@ class Throttled(Forwarding):
     one window a second, and no server closes its connection as idle.  The others have not started and use no
     connection.  Small objects are not limited, and neither are ranges, unless ``limits_reads``.
 
+    During a pause no body starts, and each body in flight sends one window every :data:`HELD_S`.
+
     Args:
         store: the store that sends the requests.
         rate_bytes_per_s: called at short intervals; None removes the limit, also for waiting threads.
+        is_paused: called at short intervals.
         limits_reads: limit the ranges that are read, in the same bucket.
         monotonic: the clock.
     """
@@ -37,12 +42,13 @@ class Throttled(Forwarding):
         store: ObjectStore,
         rate_bytes_per_s: Callable[[], float | None],
         *,
+        is_paused: Callable[[], bool] = lambda: False,
         limits_reads: bool = False,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(store)
         self._limits_reads = limits_reads
-        self._bucket = _TokenBucket(rate_bytes_per_s, monotonic)
+        self._bucket = _TokenBucket(rate_bytes_per_s, is_paused, monotonic)
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
         if len(data) > WINDOW_BYTES:  # of a repair
@@ -74,9 +80,13 @@ class _TokenBucket:
     """
 
     def __init__(
-        self, rate_bytes_per_s: Callable[[], float | None], monotonic: Callable[[], float]
+        self,
+        rate_bytes_per_s: Callable[[], float | None],
+        is_paused: Callable[[], bool],
+        monotonic: Callable[[], float],
     ) -> None:
         self._rate_bytes_per_s = rate_bytes_per_s
+        self._is_paused = is_paused
         self._monotonic = monotonic
         self._changed = threading.Condition()
         self._level_bytes = 0.0
@@ -87,9 +97,7 @@ class _TokenBucket:
     def slot(self) -> Iterator[None]:
         """Hold one of the slots for bodies in flight; waits for a free one."""
         with self._changed:
-            while (rate := self._rate_bytes_per_s()) and self._in_flight >= max(
-                1, rate // WINDOW_BYTES
-            ):
+            while self._is_paused() or self._is_full():
                 self._changed.wait(_POLL_S)
             self._in_flight += 1
         try:
@@ -99,8 +107,13 @@ class _TokenBucket:
                 self._in_flight -= 1
                 self._changed.notify()
 
+    def _is_full(self) -> bool:
+        rate = self._rate_bytes_per_s()
+        return rate is not None and rate > 0 and self._in_flight >= max(1, rate // WINDOW_BYTES)
+
     def spend(self, size_bytes: int) -> None:
         """Wait until ``size_bytes`` may be sent."""
+        self._sit_out_pause()
         if not self._rate_bytes_per_s():
             return
         with self._changed:
@@ -114,6 +127,12 @@ class _TokenBucket:
                     self._level_bytes -= size_bytes
                     return
                 self._changed.wait(min(_POLL_S, -self._level_bytes / rate + 0.001))
+
+    def _sit_out_pause(self) -> None:
+        began_mono_s = self._monotonic()
+        with self._changed:
+            while self._is_paused() and self._monotonic() - began_mono_s < HELD_S:
+                self._changed.wait(_POLL_S)
 
 
 class _ThrottledSink:

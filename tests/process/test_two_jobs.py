@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two daemons on one VM: one link, and one daemon for each run."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testkit.clouds import Aws
+from testkit.staged import seal_files
+from testkit.strict_bucket import Strict
+from testkit.waiting import until
+
+MB = 1_000_000
+CONFIG_ERROR = 2
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """The runtime directory of all daemons."""
+    directory = tmp_path / "shared"
+    directory.mkdir()
+    return directory
+
+
+def test_the_bytes_of_a_verdict_go_before_those_of_another_job(
+    strict_bucket: Strict, new_vm: Any, aws: Aws, witness: str, shared: Path
+) -> None:
+    """A periodic checkpoint does not start while an evacuation sends 60 MB at 8 MB/s, and does not fail.
+
+    The daemon of the evacuation is killed in the middle: the periodic checkpoint is sent.
+    """
+
+    def chunks(run: str) -> int:
+        return sum(1 for _ in strict_bucket.store.list(f"{run}/data/"))
+
+    settings = {"flush": {"chunk_bytes": "1MiB"}}
+    table = strict_bucket.table()
+    urgent = new_vm("urgent", table, run="urgent", metadata=aws.metadata, settings=settings)
+    routine = new_vm("routine", table, run="routine", settings=settings)
+    runtime = {"RUNTIME_DIRECTORY": f"{shared}:{shared}/job"}
+    first, second = urgent.start_daemon(**runtime), routine.start_daemon(**runtime)
+    urgent.start_trainer("--size-bytes", str(20 * MB), script=witness).lines.wait(step=1)
+    strict_bucket.order("pace", total_bytes_per_s=8 * MB)
+    aws.notice(in_s=60)
+    second.lines.wait(event="uploads_yield")
+    seal_files(routine.run_directory, 10, {"weights": os.urandom(4 * MB)})
+    second.lines.wait(event="sealed_set_found")
+    before = chunks("urgent")
+    until(lambda: chunks("urgent") >= before + 10, what="ten chunks", every_s=0.2)
+    assert not chunks("routine")
+
+    first.kill()
+    second.lines.wait(event="uploads_resume")
+    second.lines.wait(event="committed", step=10)
+    assert not first.lines.all(event="verdict"), "the daemon was not killed in the middle"
+    assert not second.lines.all(event="flush_failed")
+
+
+def test_a_held_lock_delays_no_evacuation(
+    strict_bucket: Strict, new_vm: Any, aws: Aws, witness: str, shared: Path
+) -> None:
+    """Another process never releases the lock of the link: the checkpoint of a notice is sent."""
+    vm = new_vm("vm", strict_bucket.table(), metadata=aws.metadata)
+    daemon = vm.start_daemon(RUNTIME_DIRECTORY=str(shared))
+    vm.start_trainer("--size-bytes", str(MB), script=witness).lines.wait(step=1)
+    with (shared / "link.lock").open() as hung:
+        fcntl.flock(hung, fcntl.LOCK_EX)
+        daemon.lines.wait(event="uploads_yield")
+        aws.notice(in_s=30)
+        verdict = daemon.lines.wait(event="verdict")
+    assert verdict["verdict"] == "SAFE"
+    assert verdict["slack_s"] > 15
+
+
+def test_a_second_daemon_of_one_run_is_refused(
+    strict_bucket: Strict, new_vm: Any, shared: Path
+) -> None:
+    """Also with another staging directory, where it would take the run over.  The first one continues."""
+    one, other = (new_vm(name, strict_bucket.table()) for name in ("one", "other"))
+    one.start_daemon(RUNTIME_DIRECTORY=str(shared))
+    refused = other.start_daemon(ready=False, RUNTIME_DIRECTORY=str(shared))
+    assert refused.wait() == CONFIG_ERROR
+    problems = [line.get("problem", "") for line in refused.lines.all(event="cannot_start")]
+    assert any(problem.startswith("run.name: another daemon of this VM") for problem in problems)
+    assert one.status()["run"] == "run"
