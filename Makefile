@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock wheelhouse docs pictures demo test fuzz simulate test-jax test-frameworks test-stores test-system test-vm test-gpu image terraform check bench bench-beside bench-notices bench-torch bench-gpu bench-preemption format clean
+.PHONY: help setup lock wheelhouse deb apt-repo release container docs pictures demo test fuzz simulate test-jax test-frameworks test-stores test-system test-vm test-gpu image terraform check bench bench-beside bench-notices bench-torch bench-gpu bench-preemption format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 15
@@ -49,6 +49,27 @@ wheelhouse:  ## make build/wheelhouse for packer/provision.sh --wheelhouse; PYTH
 	packer/sources.sh build/sources
 	SOURCE_DATE_EPOCH=315532800 build/wheels/bin/python -m pip wheel --quiet --disable-pip-version-check --no-index --no-deps --no-build-isolation \
 		--wheel-dir build/wheelhouse build/sources/training_hooks build/sources/daemon
+
+# One directory for each minor version of Python, which the package depends on.
+MINOR = $$($(PYTHON) -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
+
+deb:  ## make the Debian package in build/packages; PYTHON needs the minor version of the VM's
+	PYTHON=$(PYTHON) INTERPRETER=/usr/bin/$(MINOR) packer/package/build.sh build/packages/$(MINOR)
+
+apt-repo: deb  ## index build/packages for apt, for a mirror of your own (dpkg-dev)
+	packer/package/index.sh build/packages
+
+release:  ## commit and tag VERSION=1.2.3, with the notes of CHANGELOG.md; push both to publish
+	packer/release.sh "$(VERSION)"
+
+ENGINE = $(firstword $(foreach each,podman docker,$(shell command -v $(each))))
+BASE   = docker.io/library/$(subst python3,python:3,$(shell echo $(MINOR)))-slim
+
+container:  ## build the image localhost/swansong of the daemon (podman or docker); BASE needs PYTHON's minor version
+	@test -n "$(ENGINE)" || { echo 'make container failed: podman or docker is missing; run apt-get install podman' >&2; exit 1; }
+	$(MAKE) wheelhouse
+	$(ENGINE) build --network none $(if $(findstring podman,$(ENGINE)),--timestamp 315532800) --build-arg BASE=$(BASE) \
+		--file packer/container/Containerfile --tag swansong .
 
 STORE  ?= auto
 CLOUD  ?= aws

@@ -19,6 +19,11 @@ build {
   }
 
   provisioner "file" {
+    source      = "${path.root}/package"
+    destination = "/tmp/swansong/packer"
+  }
+
+  provisioner "file" {
     source      = "${path.root}/../constraints.txt"
     destination = "/tmp/swansong/constraints.txt"
   }
@@ -40,6 +45,7 @@ build {
 
   provisioner "shell" {
     inline = [
+      "chmod +x /tmp/swansong/packer/package/*",
       "sudo bash /tmp/swansong/packer/provision.sh --image --wheelhouse /tmp/swansong/wheelhouse --config /tmp/swansong/swansong.toml --run '${var.run_name}' --store '${var.store_url}' --metrics '${var.metrics_listen}'",
       "rm -rf /tmp/swansong",
     ]

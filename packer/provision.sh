@@ -1,7 +1,7 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # Installs Swansong on this machine.  Images, tests and existing VMs use the same script.  A second run changes
-# nothing, or upgrades.  The script enables the daemon and never starts it.
+# nothing, or upgrades.  The daemon is enabled and not started; an upgrade restarts a daemon that runs.
 set -euo pipefail
 
 readonly VENV=/opt/swansong
@@ -9,10 +9,11 @@ readonly CONFIG=/etc/swansong/swansong.toml
 
 usage() {
 	cat <<-'TEXT'
-		usage: provision.sh [--wheelhouse DIR] [--config FILE] [--run NAME] [--store URL]
+		usage: provision.sh [--wheelhouse DIR | --deb FILE] [--config FILE] [--run NAME] [--store URL]
 		                    [--metrics ADDRESS] [--no-packages] [--image]
 		  --wheelhouse DIR  install from the wheels in DIR, without a package index ("make wheelhouse" builds them);
 		                    the default is the sources beside this script, with dependencies from the index
+		  --deb FILE        install this package, which "make deb" builds
 		  --config FILE     use FILE as /etc/swansong/swansong.toml, unless that exists; the default is the example
 		  --run NAME, --store URL
 		                    set run.name and store.url in a new configuration
@@ -54,6 +55,7 @@ install_packages() {
 		fi
 		said=$(DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" </dev/null 2>&1) ||
 			{ package_errors+=$'\n'"apt-get install $*: $said" && return 1; }
+		grep '^swansong: ' <<<"$said" >&2 || true # notes of our package
 	elif command -v dnf >/dev/null; then
 		said=$(dnf install -y -q "$@" 2>&1) || { package_errors+=$'\n'"dnf install $*: $said" && return 1; }
 	else
@@ -63,7 +65,7 @@ install_packages() {
 }
 
 ensure_packages() {
-	if ! find_python >/dev/null; then
+	if [ -z "$deb" ] && ! find_python >/dev/null; then
 		# Prefer the distribution's own Python; Ubuntu 22.04 and Amazon Linux have 3.11 beside an older one.
 		install_packages python3 python3-venv ca-certificates || true
 		find_python >/dev/null || install_packages python3.11 python3.11-venv || install_packages python3.11 || true
@@ -77,57 +79,29 @@ ensure_packages() {
 	fi
 }
 
-install_distributions() {
-	local python
-	python=$(find_python) || die "Python 3.11 or later with the venv module is needed; name one with PYTHON=..."
-	# Always -I: as root, nothing may be imported from the working directory of the caller.
-	if ! "$VENV/bin/python" -I -c 'import pip' 2>/dev/null; then
-		"$python" -I -m venv --clear "$VENV"
+# On Debian and Ubuntu the program is a package; elsewhere the same files and scripts without dpkg.
+install_program() {
+	local build=$source/packer/package before=''
+	scratch=$(mktemp -d)
+	trap 'rm -rf "$scratch"' EXIT
+	if [ -z "$deb" ]; then
+		PYTHON=$(find_python) || die "Python 3.11 or later with the venv module is needed; name one with PYTHON=..."
+		export PYTHON
+	elif [ "$packages" = yes ]; then
+		install_packages --reinstall --allow-downgrades "$deb" || die "$deb cannot be installed$package_errors"
+		return
 	fi
-	# Third-party packages must match the hashes in constraints.txt, and are never built here: a build would fetch
-	# more code and run it as root.
-	local pip=("$VENV/bin/python" -I -m pip --quiet --no-input --no-cache-dir --disable-pip-version-check)
-	local install=("${pip[@]}" install --no-deps)
-	# Trainers install the hooks of the daemon's version from this wheel, into their own environments.
-	local hooks=("${pip[@]}" wheel --no-deps --no-index --wheel-dir "$VENV/hooks")
-	rm -rf "$VENV/hooks"
-	local hashed=(--require-hashes --only-binary :all: --requirement "$source/constraints.txt")
-	if [ -n "$wheelhouse" ]; then
-		local wheels=(--no-index --find-links "$wheelhouse")
-		"${install[@]}" "${wheels[@]}" "${hashed[@]}"
-		"${install[@]}" "${wheels[@]}" --only-binary :all: --upgrade swansong swansongd
-		"${hooks[@]}" --find-links "$wheelhouse" --only-binary :all: swansong
+	if command -v dpkg >/dev/null; then
+		[ -n "$deb" ] || deb=$(COMPRESSION=none "$build/build.sh" "$scratch" "$wheelhouse") || exit
+		dpkg --install "$deb" >/dev/null
 	else
-		"${install[@]}" "${hashed[@]}"
-		# A clean copy: a build leaves files beside its sources, and a later build would include them.
-		scratch=$(mktemp -d)
-		trap 'rm -rf "$scratch"' EXIT
-		"$source/packer/sources.sh" "$scratch"
-		"${install[@]}" --no-index --no-build-isolation "$scratch/training_hooks" "$scratch/daemon"
-		SOURCE_DATE_EPOCH=315532800 "${hooks[@]}" --no-build-isolation "$scratch/training_hooks"
+		[ -z "$deb" ] || die "--deb needs dpkg; use --wheelhouse"
+		[ ! -e "$VENV" ] || before=unknown
+		"$build/stage.sh" "$scratch/root" "$wheelhouse"
+		"$build/preinst" install
+		cp -r --no-dereference "$scratch/root/." /
+		"$build/postinst" configure "$before"
 	fi
-	"${pip[@]}" check || die "the packages in $VENV do not fit together; take constraints.txt and the wheels from one version, or remove $VENV first"
-	ln -sfn "$VENV/bin/swansong" /usr/local/bin/swansong
-}
-
-install_system_files() {
-	local units=$source/systemd
-	install -D -m 0644 "$units/sysusers.d/swansong.conf" /usr/lib/sysusers.d/swansong.conf
-	install -D -m 0644 "$units/tmpfiles.d/swansong.conf" /usr/lib/tmpfiles.d/swansong.conf
-	install -D -m 0644 -t /etc/systemd/system "$units"/*.service "$units"/*.socket "$units"/*.timer
-	# Optional: neither enabled nor started here.
-	install -D -m 0644 -t /etc/systemd/system "$units/swansong-verify.timer"
-	install -D -m 0644 -t /etc/systemd/system "$units/swansong-nvme.service"
-	install -D -m 0755 "$units/nvme/swansong_nvme.py" /usr/lib/swansong/swansong-nvme
-	install -D -m 0644 "$units/nvme/staging.conf" /usr/lib/swansong/nvme-staging.conf
-	install -D -m 0644 -t /usr/share/doc/swansong/trainer.service.d "$units"/trainer.service.d/*.conf
-	install -D -m 0644 -t /usr/share/doc/swansong/swansongd.service.d "$units/gpu/gpu.conf"
-	# The rights to watch GPUs, only on a machine with NVIDIA's driver.
-	if /sbin/ldconfig -p | grep -F libnvidia-ml.so.1 >/dev/null; then
-		install -D -m 0644 -t /etc/systemd/system/swansongd.service.d "$units/gpu/gpu.conf"
-	fi
-	systemd-sysusers swansong.conf
-	systemd-tmpfiles --create swansong.conf
 }
 
 # A Python below /root, for example, works for root and not for the daemon.
@@ -136,16 +110,13 @@ check_daemon_can_run() {
 		die "user swansong cannot run $(realpath "$VENV/bin/python"): remove $VENV, name another with PYTHON=..."
 }
 
-install_config() {
-	local example
-	if [ -e "$CONFIG" ]; then
+# The package has written the example, unless there was a configuration.
+configure() {
+	if [ "$is_configured" = yes ]; then
 		say "kept $CONFIG"
 		return
 	fi
-	if [ -z "$config" ]; then
-		example=$("$VENV/bin/python" -I -c 'import swansongd; print(swansongd.__path__[0])')/swansong.example.toml
-	fi
-	install -D -m 0644 "${config:-$example}" "$CONFIG"
+	[ -z "$config" ] || install -m 0644 "$config" "$CONFIG"
 	# Only these keys begin a line with these words.
 	[ -z "$run" ] || sed -i "s|^name = .*|name = \"$run\"|" "$CONFIG"
 	[ -z "$store" ] || sed -i "s|^url = .*|url = \"$store\"|" "$CONFIG"
@@ -156,23 +127,9 @@ install_config() {
 	say "wrote $CONFIG"
 }
 
-configure_logind() {
-	local installed=/etc/systemd/logind.conf.d/zz-swansong.conf
-	if ! cmp -s "$source/systemd/logind.conf.d/zz-swansong.conf" "$installed"; then
-		install -D -m 0644 "$source/systemd/logind.conf.d/zz-swansong.conf" "$installed"
-		[ "$booted" = no ] || systemctl try-restart systemd-logind.service # sessions and locks survive it
-	fi
-}
-
-enable_service() {
-	[ "$booted" = no ] || systemctl daemon-reload
-	systemctl enable --quiet swansongd.service
-}
-
-# A running daemon keeps the old program until it is restarted.
 next_steps() {
-	if [ "$booted" = yes ] && systemctl --quiet is-active swansongd.service; then
-		echo "systemctl restart swansongd, when swansong status shows no evacuation, then swansong doctor"
+	if [ -d /run/systemd/system ] && systemctl --quiet is-active swansongd.service; then
+		echo "swansong doctor"
 	else
 		echo "edit $CONFIG, then systemctl start swansongd, then swansong doctor"
 	fi
@@ -190,10 +147,10 @@ forget_this_machine() {
 }
 
 lists_updated=no package_errors=''
-wheelhouse='' config='' run='' store='' metrics='' packages=yes image=no
+wheelhouse='' deb='' config='' run='' store='' metrics='' packages=yes image=no
 while [ $# -gt 0 ]; do
 	case $1 in
-	--wheelhouse | --config)
+	--wheelhouse | --deb | --config)
 		[ -e "${2:-}" ] || die "$1 needs something that exists, not '${2:-}'"
 		printf -v "${1#--}" %s "$(realpath "$2")"
 		shift
@@ -223,17 +180,13 @@ while [ $# -gt 0 ]; do
 done
 [ "$(id -u)" = 0 ] || die "must be root: it creates a user, units and $VENV"
 umask 022
-shopt -s nullglob
-booted=no
-[ ! -d /run/systemd/system ] || booted=yes
 source=$(realpath "$(dirname "$0")/..")
+is_configured=no
+[ ! -e "$CONFIG" ] || is_configured=yes
 [ "$packages" = no ] || ensure_packages
-install_distributions
-install_system_files
+install_program
 check_daemon_can_run
-install_config
-configure_logind
-enable_service
+configure
 if [ "$image" = yes ]; then
 	forget_this_machine
 	"$VENV/bin/swansong" --config "$CONFIG" doctor --image || die "this machine must not become an image"

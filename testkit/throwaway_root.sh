@@ -50,12 +50,13 @@ provision_from_sources() {
 		/run/repository/packer/provision.sh --no-packages "$@")
 }
 
-# Path, kind, mode, owner, link target and content of everything that was written.
+# Path, kind, mode, owner, link target and content of everything that was written, without the files of dpkg and its tools.
+of_dpkg=(\( -path ./var/lib/dpkg -o -path ./var/log/dpkg.log -o -path ./var/cache/man -o -path ./usr/share/lintian \))
 changes() {
-	(cd "$space/upper" && find . -mindepth 1 -printf '%P\t%y\t%m\t%U\t%G\t%l\n' | sort)
+	(cd "$space/upper" && find . -mindepth 1 "${of_dpkg[@]}" -prune -o -printf '%P\t%y\t%m\t%U\t%G\t%l\n' | sort)
 }
 contents() {
-	(cd "$space/upper" && find . -type f -exec sha256sum {} + | sort)
+	(cd "$space/upper" && find . "${of_dpkg[@]}" -prune -o -type f -exec sha256sum {} + | sort)
 }
 
 # Append one byte to a wheel, which leaves it a valid wheel.
@@ -66,9 +67,18 @@ mount --bind -o ro "$space/altered" "$root/run/altered"
 code=0
 inside "PYTHON=$python" /run/repository/packer/provision.sh --no-packages --wheelhouse /run/altered \
 	>"$output/altered" 2>&1 || code=$?
-{ echo "exit code $code"; ls "$root"/opt/swansong/lib/python*/site-packages; } >>"$output/altered"
+echo "exit code $code" >>"$output/altered"
+(cd "$space/upper" && find . -mindepth 1 -iname '*swansong*') >>"$output/altered"
 
-provision --config /run/input/first.toml --run first-run --store s3://bucket/prefix --metrics 127.0.0.1:9469
+# What an installation from before the package left: an unchanged unit with its link, and a changed one.
+old=$root/etc/systemd/system
+mkdir -p "$old/multi-user.target.wants"
+cp "$repository/systemd/swansongd.service" "$old/"
+ln -s /etc/systemd/system/swansongd.service "$old/multi-user.target.wants/"
+{ cat "$repository/systemd/swansong-exporter.service"; echo '# edited'; } >"$old/swansong-exporter.service"
+
+provision --config /run/input/first.toml --run first-run --store s3://bucket/prefix --metrics 127.0.0.1:9469 2>&1
+rm "$old/swansong-exporter.service"
 echo '# edited by the operator' >>"$root/etc/swansong/swansong.toml"
 changes >"$output/changes"
 contents >"$output/contents"
@@ -77,6 +87,7 @@ provision --config /run/input/second.toml --run second-run
 changes >"$output/changes.again"
 contents >"$output/contents.again"
 
+cp "$root"/usr/share/{doc/swansong/sbom.cdx.json,man/man1/swansong.1.gz} "$output/"
 cp "$root/etc/swansong/swansong.toml" "$root/etc/passwd" "$root/etc/group" "$output/"
 
 # The daemon's user creates the directory of the run, as the unit does; then a trainer of another user writes to
@@ -104,25 +115,29 @@ as_daemon '
 		if mkdir "$above/of-the-daemon" 2>&1; then echo "the daemon can write to $above"; fi
 	done
 	/opt/swansong/bin/python -c "import swansong, swansongd; print(swansongd.__file__)"
-	head -n 1 /opt/swansong/bin/swansongd /usr/local/bin/swansong'
+	head -n 1 /opt/swansong/bin/swansongd /usr/bin/swansong'
 if inside setpriv --reuid 65534 --regid 65534 --clear-groups ls /var/lib/swansong 2>&1; then
 	echo 'a stranger can look into /var/lib/swansong'
 fi
 
+# The last run finds no dpkg, as on Amazon Linux: the same files are installed without the package.
+rm "$root/usr/bin/dpkg"
 provision_from_sources --image
+changes >"$output/changes.without"
 stat -c 'machine-id has %s bytes' "$root/etc/machine-id"
 
 # Faults that must keep a VM from becoming an image.
 mkdir "$root/root/.aws"
 echo 'aws_access_key_id = AKIAAAAAAAAAAAAAAAAA' >"$root/root/.aws/credentials"
 echo 0123456789abcdef0123456789abcdef >"$root/etc/machine-id"
+mkdir -p "$root/etc/systemd/logind.conf.d"
 printf '[Login]\nInhibitDelayMaxSec=5s\n' >"$root/etc/systemd/logind.conf.d/zzz-later.conf"
-sed -i 's/^\[Service\]/&\nNonsense=yes/' "$root/etc/systemd/system/swansongd.service"
+sed -i 's/^\[Service\]/&\nNonsense=yes/' "$root/usr/lib/systemd/system/swansongd.service"
 code=0
 inside /opt/swansong/bin/swansong doctor --image >"$output/doctor.again" || code=$?
 echo "$code" >"$output/doctor.code"
 
 # Uninstall.
 inside bash -ex /run/input/uninstall.sh
-(cd "$space/upper" && find . -mindepth 1 -iname '*swansong*') >"$output/left"
+(cd "$space/upper" && find . -mindepth 1 "${of_dpkg[@]}" -prune -o -iname '*swansong*' -print) >"$output/left"
 { inside getent passwd swansong || inside getent group swansong-trainers; } >>"$output/left" || true

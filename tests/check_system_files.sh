@@ -41,7 +41,7 @@ PATH=$PATH:$PWD/.venv/bin
 
 if have shellcheck "shell scripts"; then
 	mapfile -t scripts < <(find . \( -name '.?*' -o -name build \) -prune -o -name '*.sh' -print)
-	check "shell scripts" shellcheck "${scripts[@]}" .ci/run .ci/limit
+	check "shell scripts" shellcheck "${scripts[@]}" packer/package/p{re,ost}{inst,rm} .ci/run .ci/limit
 fi
 
 if have systemd-analyze "units"; then
@@ -57,19 +57,22 @@ if have systemd-analyze "units"; then
 	for units in /usr/lib/systemd/system /lib/systemd/system; do
 		[ -d "$root/usr/lib/systemd/system" ] || [ ! -d "$units" ] || cp -r "$units" "$root/usr/lib/systemd/"
 	done
-	cp -r systemd/*.service systemd/*.timer systemd/trainer.service.d "$root/etc/systemd/system/"
+	# Copies of the links: an installation has them as files, and systemd refuses such a link.
+	mkdir "$scratch/units"
+	cp -L systemd/*.service systemd/*.timer "$scratch/units"
+	cp -r "$scratch"/units/* systemd/trainer.service.d "$root/etc/systemd/system/"
 	install -D -m 0644 -t "$root/etc/systemd/system/swansongd.service.d" systemd/gpu/gpu.conf
 	printf '[Service]\nExecStart=/bin/sh\n' >"$root/etc/systemd/system/trainer.service"
-	for unit in swansongd swansong-restore@my-run swansong-ready swansong-shutdown swansong-nvme trainer swansong-exporter swansong-prune \
-		swansong-prune.timer; do
+	for unit in swansongd swansongd@job swansong-restore@my-run swansong-ready@swansongd@job swansong-shutdown swansong-nvme trainer \
+		swansong-exporter swansong-prune swansong-prune.timer swansong-prune@job.timer; do
 		[ "${unit%.timer}" != "$unit" ] || unit+=.service
 		check "syntax of $unit" systemd-analyze verify --man=no --recursive-errors=no \
 			--root="$root" "/etc/systemd/system/$unit"
 	done
-	for unit in systemd/*.service; do
+	for unit in "$scratch"/units/*.service; do
 		# This unit mounts a file system for all others and ends before they start: a sandbox would prevent that.
-		[ "$unit" != systemd/swansong-nvme.service ] || continue
-		check "exposure of ${unit#systemd/} is at most 1.6" systemd-analyze security --offline=true \
+		[ "${unit##*/}" != swansong-nvme.service ] || continue
+		check "exposure of ${unit##*/} is at most 1.6" systemd-analyze security --offline=true \
 			--threshold=16 --no-pager "$unit"
 	done
 	cp systemd/swansongd.service "$scratch/"

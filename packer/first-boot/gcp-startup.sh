@@ -18,6 +18,6 @@ fi
 
 # trainer.service is yours.  Do not enable it in the image: it must not start before its run has a name.
 mkdir -p /etc/systemd/system/trainer.service.d
-cp /usr/share/doc/swansong/trainer.service.d/swansong.conf /etc/systemd/system/trainer.service.d/swansong.conf
+cp /usr/share/swansong/trainer.service.d/swansong.conf /etc/systemd/system/trainer.service.d/swansong.conf
 systemctl daemon-reload
 systemctl start --no-block trainer.service

@@ -42,7 +42,14 @@ TOOLS = {
 }
 """Command -> package that contains it."""
 _LEFT_OUT = ("doc", "man", "locale")
-_PARTS = ("packer/provision.sh", "systemd", "daemon", "training_hooks", "constraints.txt")
+_PARTS = (
+    "packer/provision.sh",
+    "packer/package",
+    "systemd",
+    "daemon",
+    "training_hooks",
+    "constraints.txt",
+)
 _UNUSED_MAX_S = 3600.0
 """A layer that no test session has used for this time is deleted."""
 

@@ -1,11 +1,13 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # Runs in the container that becomes the image: provision.sh as users run it, then a typical trainer and a
-# network.  /srv/swansong has the sources, /srv/given the wheels.
+# network.  /srv/swansong has the sources, /srv/given the wheels.  The package stays for tests of upgrades.
 set -euo pipefail
 umask 022
 
-/srv/swansong/packer/provision.sh --no-packages --wheelhouse /srv/given/wheels
+deb=$(COMPRESSION=none /srv/swansong/packer/package/build.sh /srv /srv/given/wheels)
+mv "$deb" /srv/swansong.deb
+/srv/swansong/packer/provision.sh --no-packages --deb /srv/swansong.deb
 
 # The trainer has its own user, environment and unit, with the drop-in as its comment describes.
 useradd --system trainer
@@ -26,7 +28,7 @@ cat >/etc/systemd/system/trainer.service <<-'UNIT'
 	[Install]
 	WantedBy=multi-user.target
 UNIT
-install -D -m 0644 -t /etc/systemd/system/trainer.service.d /usr/share/doc/swansong/trainer.service.d/swansong.conf
+install -D -m 0644 -t /etc/systemd/system/trainer.service.d /usr/share/swansong/trainer.service.d/swansong.conf
 
 cat >/etc/systemd/network/10-host0.network <<-'NETWORK'
 	[Match]

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -60,9 +61,15 @@ def main() -> None:
     parser.add_argument("--size-bytes", type=int, default=1000, help="of each file")
     parser.add_argument("--die-in-save", type=int, default=None)
     parser.add_argument("--finish", action="store_true", help="mark the end of the run")
+    parser.add_argument("--stop-after-save", action="store_true", help="end with code 75")
     options = parser.parse_args()
     training = Training(options.size_bytes, options.die_in_save)
-    guard = swansong.attach(save=training.save, load=training.load, every_steps=options.every_steps)
+    guard = swansong.attach(
+        save=training.save,
+        load=training.load,
+        every_steps=options.every_steps,
+        stop_after_save=options.stop_after_save,
+    )
     start = guard.restore()
     assert training.step == start
     emit(event="resumed", from_step=start, finished=guard.finished)
@@ -79,10 +86,14 @@ def main() -> None:
         if guard.fenced and not fenced:
             fenced = True
             emit(event="fenced")
+        if guard.should_stop:
+            break
     if options.finish:
         emit(event="finished", committed=guard.finish())
     guard.close()
     emit(event="ended")
+    if guard.should_stop:
+        sys.exit(swansong.EXIT_SAVED)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import re
 import shutil
@@ -13,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from swansong_tools.commands.main import COMMANDS
 
 from testkit import REPOSITORY
-from testkit.wheelhouse import write_wheelhouse
+from testkit.wheelhouse import installed_dependencies, write_wheelhouse
 
 PROVISION = REPOSITORY / "packer" / "provision.sh"
 FIRST = """# the configuration of the first run
@@ -54,14 +57,10 @@ def may_mount() -> bool:
 
 
 def uninstall_commands() -> str:
-    """The commands of docs/operations/install.md, for root, without a running systemd."""
+    """The commands of docs/operations/install.md without dpkg, for root in the clone."""
     page = (REPOSITORY / "docs" / "operations" / "install.md").read_text()
-    commands = page.partition("## Uninstall\n")[2].split("```")[1]
-    without_systemd = ("systemctl daemon-reload", "systemctl try-restart systemd-logind")
-    for old, new in {"sudo ": "", " --now": "", **dict.fromkeys(without_systemd, "")}.items():
-        assert old in commands
-        commands = commands.replace(old, new)
-    return commands
+    commands = page.partition("## Uninstall\n")[2].split("```")[3]
+    return "cd /run/repository\n" + commands.replace("sudo ", "")
 
 
 @pytest.fixture(scope="module")
@@ -118,11 +117,11 @@ def test_config_of_the_operator_is_kept(provisioned: Provisioned) -> None:
 def test_all_parts_are_in_place(provisioned: Provisioned) -> None:
     """Program, units, users and directories exist, and the service is enabled."""
     changes = provisioned.changes()
-    assert {f"etc/systemd/system/{unit}" for unit in UNITS} <= changes.keys()
+    assert {f"usr/lib/systemd/system/{unit}" for unit in UNITS} <= changes.keys()
     enabled = changes["etc/systemd/system/multi-user.target.wants/swansongd.service"]
-    assert enabled[-1] == "/etc/systemd/system/swansongd.service"
-    assert changes["usr/local/bin/swansong"][-1] == "/opt/swansong/bin/swansong"
-    assert "etc/systemd/logind.conf.d/zz-swansong.conf" in changes
+    assert enabled[-1] == "/usr/lib/systemd/system/swansongd.service"
+    assert changes["usr/bin/swansong"][-1] == "/opt/swansong/bin/swansong"
+    assert "usr/lib/systemd/logind.conf.d/zz-swansong.conf" in changes
     uid = re.search(r"^swansong:x:(\d+):", provisioned.text("passwd"), re.MULTILINE)
     gid = re.search(r"^swansong-trainers:x:(\d+):", provisioned.text("group"), re.MULTILINE)
     assert uid
@@ -147,16 +146,31 @@ def test_trainers_find_a_wheel_of_the_hooks(provisioned: Provisioned) -> None:
     assert (kind, mode) == ("f", "644")
 
 
+def test_all_commands_and_packages_are_described(provisioned: Provisioned) -> None:
+    """The man page has each command; the SBOM has each bundled package with its licence."""
+    manual = gzip.decompress((provisioned.output / "swansong.1.gz").read_bytes()).decode()
+    assert re.findall(r"^\.SS (.+)$", manual, re.MULTILINE) == list(COMMANDS)
+    listed = {
+        each["name"].lower().replace("_", "-"): each
+        for each in json.loads(provisioned.text("sbom.cdx.json"))["components"]
+    }
+    bundled = installed_dependencies().keys() - {"setuptools"}
+    assert listed.keys() == {*bundled, "swansong", "swansongd"}
+    assert all(each["licenses"][0]["license"]["name"] for each in listed.values())
+    completions = "usr/share/bash-completion/completions/swansong"
+    assert {completions, "usr/share/man/man5/swansong.toml.5.gz"} <= provisioned.changes().keys()
+
+
 @pytest.mark.fault("S22")
 def test_no_other_file_is_changed(provisioned: Provisioned) -> None:
     """No cache, key, history or scratch file remains anywhere on the machine."""
     ours = re.compile(
-        r"(opt/swansong|etc/swansong|var/lib/swansong|usr/share/doc/swansong)(/.*)?"
-        r"|etc/systemd/system/swansong[a-z@-]*\.(service|socket|timer)"
+        r"(opt|etc|var/lib|usr/lib|usr/share|usr/share/doc)/swansong(/.*)?"
+        r"|usr/lib/systemd/system/swansong[a-z@-]*\.(service|socket|timer)"
         r"|etc/systemd/system/multi-user\.target\.wants/swansongd\.service"
-        r"|etc/systemd/logind\.conf\.d/zz-swansong\.conf"
+        r"|usr/lib/systemd/logind\.conf\.d/zz-swansong\.conf"
         r"|usr/lib/(sysusers|tmpfiles)\.d/swansong\.conf"
-        r"|usr/local/bin/swansong|usr/lib/swansong/(swansong-nvme|nvme-staging\.conf)"
+        r"|usr/bin/swansong|usr/share/(man|bash-completion|zsh|fish)/.*swansong.*"
         r"|etc/((passwd|group|shadow|gshadow)-?|\.pwd\.lock)"
     )
     foreign = [
@@ -173,8 +187,7 @@ def test_wheel_with_altered_bytes_is_refused(provisioned: Provisioned) -> None:
     assert "exit code 1\n" in output
     assert "DO NOT MATCH THE HASHES" in output
     assert "jeepney" in output
-    installed = output.partition("exit code 1\n")[2].split()
-    assert not [name for name in installed if "jeepney" in name or "swansong" in name]
+    assert output.partition("exit code 1\n")[2] == ""
 
 
 @pytest.mark.fault("S8")
@@ -239,6 +252,25 @@ def test_image_with_a_secret_is_refused(provisioned: Provisioned) -> None:
     assert "Nonsense" in shown
 
 
+def test_files_from_before_the_package_hide_nothing(provisioned: Provisioned) -> None:
+    """An unchanged unit in /etc is removed, its link stays; a changed one is named."""
+    assert "etc/systemd/system/swansongd.service" not in provisioned.changes()
+    assert provisioned.stdout.count("/etc/systemd/system/swansong-exporter.service hides") == 1
+
+
+def test_without_dpkg_the_same_files_are_installed(provisioned: Provisioned) -> None:
+    """Wheels built from the sources have other bytes and names than those of the wheelhouse."""
+
+    def files(name: str) -> set[str]:
+        lines = provisioned.text(name).splitlines()
+        return {line for line in lines if re.match("(opt|usr|etc/systemd)/", line)}
+
+    differ = files("changes") ^ files("changes.without")
+    assert {
+        line for line in differ if not re.search("/hooks/|dist-info|usr/bin/dpkg", line)
+    } == set()
+
+
 def test_uninstalling_leaves_nothing(provisioned: Provisioned) -> None:
     """All commands of docs/operations/install.md work, and no file, user or group of ours remains."""
     assert provisioned.text("left") == ""
@@ -248,6 +280,7 @@ def test_uninstalling_leaves_nothing(provisioned: Provisioned) -> None:
     ("arguments", "exit_code", "message"),
     [
         (["--wheelhouse", "/nowhere"], 1, "--wheelhouse needs something that exists"),
+        (["--deb", "/nowhere"], 1, "--deb needs something that exists"),
         (["--config"], 1, "--config needs something that exists"),
         (["--run", 'a"b'], 1, "--run needs a name or a URL"),
         (["--store"], 1, "--store needs a name or a URL"),

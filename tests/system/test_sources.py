@@ -29,7 +29,8 @@ def clone(tmp_path: Path) -> Path:
     for part in PARTS:
         shutil.copytree(REPOSITORY / part, made / part, ignore=ignored)
     (made / "packer").mkdir()
-    shutil.copy(REPOSITORY / "packer" / "sources.sh", made / "packer")
+    for script in ("sources.sh", "release.sh"):
+        shutil.copy(REPOSITORY / "packer" / script, made / "packer")
     return made
 
 
@@ -106,6 +107,54 @@ def test_without_a_clone_or_git_the_version_is_plain(clone: Path, tmp_path: Path
     git(clone, "init", "--quiet")
     commit(clone, "2026-01-31T23:59:59Z")
     assert version(copied(clone, tmp_path / "no git", path=str(tools))) == plain
+
+
+CHANGELOG = """# Changelog
+
+## [Unreleased]
+
+Rehearse.
+
+### Upload
+
+- Faster.
+
+## [0.0.1] - 2026-01-01
+
+- First.
+"""
+
+
+def test_a_release_is_one_command(clone: Path, tmp_path: Path) -> None:
+    """It sets the version, dates the notes, commits and tags; wheels of the tag have the plain version."""
+    (clone / "CHANGELOG.md").write_text(CHANGELOG)
+    git(clone, "init", "--quiet")
+    commit(clone, "2026-01-31T23:59:59Z")
+    for name, value in {"user.name": "n", "user.email": "e"}.items():
+        git(clone, "config", name, value)
+
+    def release(version: str) -> subprocess.CompletedProcess[str]:
+        command = [clone / "packer" / "release.sh", version]
+        return subprocess.run(command, check=False, capture_output=True, text=True)
+
+    (clone / "new").touch()
+    assert "uncommitted changes" in release("7.8.9").stderr
+    (clone / "new").unlink()
+    assert "must look like 1.2.3" in release("7.8").stderr
+    done = release("7.8.9")
+    assert done.returncode == 0, done.stderr
+    assert version(copied(clone, tmp_path / "tagged")) == "7.8.9"
+    assert '"swansong==7.8.9"' in (clone / "daemon" / "pyproject.toml").read_text()
+    assert re.search(
+        r"## \[Unreleased\]\n\n## \[7.8.9\] - 20\d\d-.*\n\nRehearse",
+        (clone / "CHANGELOG.md").read_text(),
+    )
+    show = ["git", "tag", "--list", "--format=%(contents)", "v7.8.9"]
+    notes = subprocess.run(show, cwd=clone, check=True, capture_output=True, text=True).stdout
+    assert notes.rstrip() == "Swansong 7.8.9\n\n\nRehearse.\n\n### Upload\n\n- Faster."
+    assert "nothing below [Unreleased]" in release("7.9.0").stderr
+    (clone / "daemon" / "swansong_bucket" / "errors.py").write_text("# changed\n")
+    assert version(copied(clone, tmp_path / "changed")).endswith(".dirty")
 
 
 def test_two_builds_of_a_commit_are_equal(clone: Path, tmp_path: Path) -> None:

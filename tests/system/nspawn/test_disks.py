@@ -42,7 +42,7 @@ def test_staging_is_not_mounted(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
 def test_memory_in_place_of_an_nvme_disk(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
     """swansong-nvme.service with the drop-in from its comment: staging exists before the daemon starts."""
     vm = new_vm(bucket, staging="/mnt/swansong/staging")
-    comment = vm.image_file(f"/etc/systemd/system/{NVME_UNIT}").partition("[Unit]\n")[2]
+    comment = vm.image_file(f"/usr/lib/systemd/system/{NVME_UNIT}").partition("[Unit]\n")[2]
     drop_in = [line.removeprefix("#").strip() for line in comment.splitlines()[:3]]
     vm.drop_in(DAEMON, "\n".join(["[Unit]", *drop_in, ""]))
     start = "/usr/lib/swansong/swansong-nvme --tmpfs 256m /mnt/swansong"

@@ -42,7 +42,7 @@ class Vm:
         self._calls = root / "calls"
         for path, text in {
             self.config: EXAMPLE,
-            root / "usr/share/doc/swansong/trainer.service.d/swansong.conf": DROP_IN,
+            root / "usr/share/swansong/trainer.service.d/swansong.conf": DROP_IN,
             root / "bin/systemctl": f'#!/bin/sh\necho "$@" >>{self._calls}\n',
         }.items():
             path.parent.mkdir(parents=True, exist_ok=True)
