@@ -7,12 +7,14 @@ Hypothesis measures no speed.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Generator, Iterator
 
 import pytest
 import structlog
 from hypothesis import HealthCheck, Phase, settings
+from swansongd.observe.log import CAPPED
 
 from testkit.time_limits import TimeLimits
 from testkit.warm import ONE_THREAD, WarmPythons
@@ -41,14 +43,20 @@ WARM_ENV = "SWANSONG_TEST_WARM"
 
 @pytest.fixture(autouse=True)
 def _log_settings() -> Iterator[None]:
-    """Undo the log settings of a test: a command in this process sets the level of the whole process."""
-    if structlog.is_configured():
-        before = structlog.get_config()
-        yield
-        structlog.configure(**before)
-    else:
-        yield
+    """Undo the log settings of a test: a command in this process sets those of the whole process."""
+    before = structlog.get_config() if structlog.is_configured() else None
+    loggers = [logging.getLogger(), *map(logging.getLogger, CAPPED)]
+    levels = [logger.level for logger in loggers]
+    handlers = loggers[0].handlers[:]
+    yield
+    if before is None:
         structlog.reset_defaults()
+    else:
+        structlog.configure(**before)
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+    loggers[0].handlers[:] = handlers
+    logging.captureWarnings(capture=False)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -30,7 +30,7 @@ LEVELS = {
 }
 _LINES_MAX = 10_000
 _TRACEBACK_MAX = 8_000
-_CAPPED = (
+CAPPED = (
     "boto3",
     "botocore",
     "s3transfer",
@@ -41,6 +41,7 @@ _CAPPED = (
     "msal",
     "watchdog",
 )
+"""Libraries that might log a credential: at most warnings of them are written."""
 
 
 class _Writer:
@@ -159,7 +160,7 @@ def configure(log_format: str, level: str, *, fd: int | None = None) -> None:
     )
     logging.basicConfig(handlers=[_Libraries()], level=number, force=True)
     logging.captureWarnings(capture=True)
-    for name in _CAPPED:
+    for name in CAPPED:
         logging.getLogger(name).setLevel(max(number, logging.WARNING))
 
 
