@@ -61,8 +61,13 @@ def test_hibernation_promises_no_time_and_a_checkpoint_is_attempted(
     assert daemon.lines.wait(event="notice")["deadline_quality"] == "assumed"
     verdict = daemon.lines.wait(event="verdict")
     assert verdict["verdict"] == "SAFE"
-    assert [c["step"] for c in vm.commits() if c["kind"] == "emergency"] == [verdict["step"]]
-    trainer.lines.wait(step=verdict["step"] + 20)  # after the hibernation training continues
+    # A periodic commit of the step at the notice may be SAFE before the requested one.
+    (step,) = until(
+        lambda: [each["step"] for each in vm.commits() if each["kind"] == "emergency"],
+        what="the requested commit",
+    )
+    assert step >= verdict["step"]
+    trainer.lines.wait(step=step + 20)  # after the hibernation training continues
 
 
 @pytest.mark.fault("N10")
