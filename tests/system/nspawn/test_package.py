@@ -13,7 +13,7 @@ from testkit.clouds import Aws, Bucket
 from testkit.nspawn.container import DAEMON, TRAINER, Container
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(300, func_only=True)
+pytestmark = pytest.mark.timeout(600, func_only=True)
 
 OLD, NEW, TREE = "/srv/swansong.deb", "/srv/newer.deb", "/srv/tree"
 CONFIG = "/etc/swansong/swansong.toml"
@@ -29,7 +29,7 @@ dpkg-deb --root-owner-group -Znone -b {TREE} {NEW}
 
 def install(vm: Container, package: str) -> str:
     """Install it without a terminal, as an unattended upgrade does; returns the output."""
-    return vm.run("sh", "-c", f"dpkg --force-unsafe-io --install {package} 2>&1", timeout_s=60)
+    return vm.run("sh", "-c", f"dpkg --force-unsafe-io --install {package} 2>&1", timeout_s=180)
 
 
 def purge_command() -> str:
@@ -41,7 +41,7 @@ def purge_command() -> str:
 
 def version_finding(vm: Container) -> dict[str, str]:
     """The finding of ``swansong doctor`` about the versions."""
-    findings = json.loads(vm.run("swansong", "doctor", "--json", may_fail=True, timeout_s=60))
+    findings = json.loads(vm.run("swansong", "doctor", "--json", may_fail=True, timeout_s=180))
     found: dict[str, str] = next(one for one in findings if one["name"] == "version")
     return found
 
@@ -60,7 +60,7 @@ def test_a_package_changes_under_a_running_trainer(new_vm: Any, bucket: Bucket, 
     vm.power_on()
     vm.wait_active()
     vm.wait_connected()
-    vm.run("sh", "-ec", NEWER, timeout_s=60)
+    vm.run("sh", "-ec", NEWER, timeout_s=180)
     config = vm.read(CONFIG)
     older, trainer = vm.status(), vm.main_pid(TRAINER)
     vm.slow_wire(100_000)
@@ -93,7 +93,7 @@ def test_a_package_changes_under_a_running_trainer(new_vm: Any, bucket: Bucket, 
     assert vm.main_pid(TRAINER) == trainer
 
     remove = "systemctl enable swansong-nvme && dpkg --remove swansong"
-    vm.run("sh", "-ec", remove, timeout_s=60)
+    vm.run("sh", "-ec", remove, timeout_s=180)
     assert vm.main_pid() == 0
     assert vm.main_pid(TRAINER) == trainer
     assert vm.read(CONFIG) == config
@@ -102,7 +102,7 @@ def test_a_package_changes_under_a_running_trainer(new_vm: Any, bucket: Bucket, 
     assert vm.read(CONFIG) == config
 
     vm.run("mkdir", "-p", "/mnt/staging/run/step-1")
-    kept = vm.run("sh", "-c", f"{purge_command()} 2>&1", timeout_s=60)
+    kept = vm.run("sh", "-c", f"{purge_command()} 2>&1", timeout_s=180)
     assert "because it contains checkpoints" in kept
     assert vm.run("find", STAGING, "-name", "step-*", "-prune") != ""
     vm.run("sh", "-ec", f"rm -r {STAGING}; {TREE}/DEBIAN/postrm purge")
