@@ -270,6 +270,10 @@ class Vm:
         listing: list[dict[str, Any]] = json.loads(answer.stdout)
         return listing
 
+    def status_words(self) -> str:
+        """The output of ``swansong status`` without its line breaks: a long row wraps."""
+        return " ".join(self.swansong("status").stdout.split())
+
     def power_off(self, *, keep_disk: bool = False) -> None:
         """Cut the power: all processes die at the same time, and the files on the disk are lost."""
         self._kill_all()

@@ -356,7 +356,7 @@ def test_a_trainer_that_never_reached_the_daemon_is_named(
             assert (named["pid"], named["seen"]) == (
                 trainer.pid, "is the process of trainer.pid_file",
             )  # fmt: skip
-            words = " ".join(vm.swansong("status").stdout.split())
+            words = vm.status_words()
             assert f"not connected process {trainer.pid} (sleep) of user" in words
         finally:
             trainer.kill()

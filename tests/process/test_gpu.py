@@ -43,7 +43,7 @@ def test_a_gpu_degrades_and_then_dies(
     evacuations = daemon.lines.all(event="evacuation")
     assert [line["plan"] for line in evacuations if line["phase"] == "notice"] == ["NONE", "NONE"]
     assert len([line for line in evacuations if line["phase"] == "request"]) == 1
-    table = " ".join(vm.swansong("status").stdout.split())
+    table = vm.status_words()
     assert "dying" in table
     assert "Xid 95" in table
 

@@ -105,7 +105,7 @@ def test_a_rank_that_holds_up_the_others_is_named(
 
     until(is_named, what="the slow rank")
     assert ranks()[0]["slower"] is None
-    words = " ".join(vm.swansong("status").stdout.split())
+    words = vm.status_words()
     assert words.count("holds up") == 1
     assert re.search(r"rank 1 at step [0-9]+ holds up", words)
 
@@ -125,7 +125,7 @@ def test_a_stall_is_reported_and_a_stopped_trainer_exits_with_75(
     assert stall["ranks"] == [0]
     assert stall["silent_s"] >= 4
     assert vm.status()["trainers"][0]["stalled_s"] >= 4
-    assert "made no progress" in " ".join(vm.swansong("status").stdout.split())
+    assert "made no progress" in vm.status_words()
     trainer.popen.send_signal(signal.SIGCONT)
     vm.daemon.lines.wait(event="stall_over")
     notified = vm.swansong("notify", "--in", "60s", "--wait")

@@ -114,7 +114,7 @@ def test_a_fault_in_the_decision_loop_does_not_cost_the_checkpoint(
     faults = vm.status()["decision_faults"]
     assert faults["count"] >= 1
     assert faults["last"] == "event TrainerProgress: ArithmeticError: a fault that was put here"
-    assert "decision faults" in vm.swansong("status").stdout
+    assert "decision faults" in vm.status_words()
 
 
 @pytest.mark.fault("H07", "S12", "H03")

@@ -103,7 +103,7 @@ def test_a_user_who_takes_the_port_first_is_reported_and_changes_nothing_else(
 
             assert line["reason"] == vm.status()["metrics"]["failure"]
             until(lambda: "not served" in silent_for(vm), what="the silence of the heartbeat")
-            assert "not served" in vm.swansong("status").stdout
+            assert "not served" in vm.status_words()
             findings = json.loads(vm.swansong("doctor", "--json").stdout)
             (found,) = (each for each in findings if each["name"] == "metrics address")
             assert found["level"] == "warning"

@@ -65,7 +65,7 @@ def test_a_lost_store_continues_in_its_mirror(
         first.start_trainer("--every-steps", "20", script=witness)
         step = daemon.lines.wait(event="mirrored")["step"]
         assert mirror_of(first)["newest"]["step"] >= step
-        assert "mirror" in first.swansong("status").stdout
+        assert "mirror" in first.status_words()
         drill = answer(first, "drill", "--restore")
         assert drill["step"] >= step
         assert drill["skipped"] == []

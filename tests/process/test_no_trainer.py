@@ -65,7 +65,7 @@ def test_the_verdict_waits_for_a_trainer_and_comes_before_the_deadline(
     daemon = vm.start_daemon()
     aws.notice(in_s=NOTICE_S)
     daemon.lines.wait(event="evacuation", phase="waiting_for_trainer")
-    shown = until(lambda: vm.swansong("status").stdout, what="the status")
+    shown = until(vm.status_words, what="the status")
     assert daemon.lines.all(event="verdict") or "waiting for a trainer to connect, " in shown
     verdict = daemon.lines.wait(event="verdict")
     assert (verdict["verdict"], verdict["step"]) == ("NO_TRAINING", None)

@@ -170,7 +170,7 @@ def test_notify_wait_returns_after_the_parts_of_all_vms(pair: Pair) -> None:
     assert report["last_commit"]["step"] == 5
     assert report["part"] == {"generation": 1, "step": 9, "nodes": 2, "nodes_committed": 1}
     assert report["replication_lag"]["steps"] == 4
-    text = " ".join(first.swansong("status").stdout.split())
+    text = first.status_words()
     assert "this VM's part of generation 1 step 9 is committed (1 of 2 VMs)" in text
     assert first.daemon is not None
     assert not first.daemon.lines.all(event="verdict")
@@ -243,7 +243,7 @@ def test_a_vm_that_the_job_has_left_behind_reports_it(pair: Pair, opened: ExitSt
     done = first.swansong("notify", "--in", "50s", "--wait")
     assert done.returncode == 10
     assert done.stdout.endswith("; generation 2 has taken the run over\n")
-    assert "generation 2 has taken the run over" in first.swansong("status").stdout
+    assert "generation 2 has taken the run over" in first.status_words()
 
 
 def test_a_follow_up_is_one_round_of_all_vms(

@@ -102,7 +102,7 @@ def test_a_trainer_does_not_wait_for_the_store(bucket: Bucket, new_vm: Any, witn
     assert waiting["unsent"]["failures"] == 0, "the flush is still in its first call"
     # One small file may have been sent before the outage.
     assert waiting["flush"]["stored_bytes"] < waiting["flush"]["size_bytes"]
-    shown = vm.swansong("status").stdout
+    shown = vm.status_words()
     assert "degraded" in shown
     assert "flush" in shown
     trainer.lines.wait(step=240)
