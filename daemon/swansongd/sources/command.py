@@ -42,6 +42,8 @@ LINE_BYTES_MAX = 4096
 NOTICES_MAX = 16
 
 _TURN_S = 0.5
+_PAUSE_S = 0.1
+"""Between two reads: a program that prints without end waits, and causes at most one event in this time."""
 _BLIND_AFTER_S = 10.0
 """More than a restart of the program or of the daemon takes."""
 _ID_CHARACTERS_MAX = 100
@@ -146,6 +148,8 @@ class CommandSource:
         self._clocks = clocks
         self._notices: dict[str, Notice] = {}
         self._posted: Notice | None = None
+        self._has_changed = False
+        """Whether a line was about a notice since the last event."""
 
     def run(self, post: Post, stop: threading.Event) -> None:
         """Watch until ``stop`` is set."""
@@ -189,6 +193,7 @@ class CommandSource:
                 health.failed(f"{who}: {problem}")
             else:
                 health.ok(f"{who} is connected")
+            stop.wait(_PAUSE_S)
             try:
                 data = connection.recv(LINE_BYTES_MAX)
             except TimeoutError:
@@ -201,10 +206,11 @@ class CommandSource:
             if len(buffer) > LINE_BYTES_MAX:
                 lines, buffer = [*lines, buffer], b""
             for line in filter(None, map(bytes.strip, lines)):
-                problem = self._record(line, post)
+                problem = self._record(line)
+            self._post_earliest(post)
 
-    def _record(self, data: bytes, post: Post) -> str:
-        """Act on one line; returns what is wrong with it, or with the program."""
+    def _record(self, data: bytes) -> str:
+        """Record one line; returns the problem of the line, or of the program."""
         if len(data) > LINE_BYTES_MAX:
             return f"a line has over {LINE_BYTES_MAX} bytes"
         try:
@@ -214,11 +220,11 @@ class CommandSource:
         if not line.id:
             return shortened(line.error)
         self._notices.pop(line.id, None)
+        self._has_changed = True
         if not line.withdrawn:
             if len(self._notices) >= NOTICES_MAX:
                 return f"over {NOTICES_MAX} notices are in force: withdraw one"
             self._notices[line.id] = self._notice_of(line)
-        self._post_earliest(post)
         return ""
 
     def _notice_of(self, line: Line) -> Notice:
@@ -236,6 +242,9 @@ class CommandSource:
         )
 
     def _post_earliest(self, post: Post) -> None:
+        if not self._has_changed:
+            return
+        self._has_changed = False
         earliest = min(
             self._notices.values(), key=lambda notice: notice.deadline_mono_s, default=None
         )

@@ -4,11 +4,18 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swansongd.sources.command import FIELDS, InvalidLine, parse
+from swansongd.core.events import Event, NoticeRaised, NoticeWithdrawn
+from swansongd.sources.base import Clocks
+from swansongd.sources.command import FIELDS, CommandSource, InvalidLine, parse
+
+from testkit.waiting import until
 
 NOW_S = 1_767_225_600.0
 """2026-01-01T00:00:00Z."""
@@ -60,3 +67,28 @@ def test_any_line_is_read_or_refused(body: dict[str, object]) -> None:
     except InvalidLine:
         return
     assert line.left_s is None or abs(line.left_s) < 1e12
+
+
+def test_a_program_that_prints_without_end_causes_few_events(tmp_path: Path) -> None:
+    """A flood of lines is read slowly, one event for each read, and the last line counts."""
+    events: list[Event] = []
+    stop = threading.Event()
+    path = tmp_path / "socket"
+    source = CommandSource(path, assumed_grace_s=25.0, clocks=Clocks())
+    thread = threading.Thread(target=source.run, args=(events.append, stop), daemon=True)
+    thread.start()
+    until(path.exists, what="the socket")
+    flood = (b'{"id": "a", "in_s": 30}\n' + b'{"id": "a", "withdrawn": true}\n') * 500
+    with socket.socket(socket.AF_UNIX) as program:
+        until(lambda: program.connect_ex(str(path)) == 0, what="the connection")
+        program.sendall(flood + b'{"id": "last", "in_s": 30}\n')
+
+        def raised() -> list[str]:
+            return [each.notice.identity for each in events if isinstance(each, NoticeRaised)]
+
+        until(lambda: "command:last" in raised(), what="the last line")
+        of_notices = [each for each in events if isinstance(each, NoticeRaised | NoticeWithdrawn)]
+        assert len(of_notices) <= len(flood) // 4096 + 4
+        stop.set()
+    thread.join(10)
+    assert not thread.is_alive()
