@@ -68,7 +68,7 @@ def test_a_program_of_the_operator_reports_a_notice(
 
     daemon.kill()
     daemon = vm.start_daemon()
-    (notice,) = vm.status()["notices"]
+    (notice,) = until(lambda: vm.status()["notices"], what="the notice of the earlier daemon")
     assert (notice["source"], notice["identities"]) == ("command", ["command:evict-17"])
     with program(path) as running:
         say(running, {"id": "evict-17", "withdrawn": True})
