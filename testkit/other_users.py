@@ -28,7 +28,7 @@ OUTSIDERS = 12103
 HOOKS = Path(swansong.__file__).parents[1]
 
 needs_root = pytest.mark.skipif(
-    os.geteuid() != 0, reason="starts processes of other users, which takes root"
+    os.geteuid() != 0, reason="needs root, for other users, mounts or namespaces"
 )
 
 _PRELUDE = """

@@ -24,10 +24,10 @@ from swansongd.trainers import connection, peers
 
 from testkit import descriptors
 from testkit.channel_peer import Client, HeldChannel, PeerProcess, RunningChannel
+from testkit.other_users import needs_root
 from testkit.waiting import until
 
 NOBODY = 65534
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes on another user: needs root")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def assert_serves(running: RunningChannel) -> None:
         running.wait(TrainerProgress, before + 1)
 
 
-@as_root
+@needs_root
 @pytest.mark.fault("S8")
 def test_another_user_cannot_even_connect(running: RunningChannel) -> None:
     """The mode of the socket excludes users outside the group."""
@@ -56,7 +56,7 @@ except PermissionError: show("refused")
         assert peer.line() == "refused"
 
 
-@as_root
+@needs_root
 @pytest.mark.fault("S8", "T13")
 def test_another_user_in_the_group_is_refused_by_its_credentials(running: RunningChannel) -> None:
     """A member of the group that is not configured gets the fix; the log names it once."""
@@ -68,7 +68,7 @@ def test_another_user_in_the_group_is_refused_by_its_credentials(running: Runnin
     assert len([line for line in running.lines if "65534" in line]) == 1
 
 
-@as_root
+@needs_root
 def test_a_configured_user_is_served() -> None:
     """The configured users decide, and not only the daemon's own user."""
     with (

@@ -30,10 +30,10 @@ from swansongd.trainers.admission import (
 
 from testkit.as_user import as_user
 from testkit.channel_peer import Client, PeerProcess, RunningChannel
+from testkit.other_users import needs_root
 from testkit.waiting import until
 
 TRAINER, OTHER_TRAINER = 65534, 65533
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes on other users: needs root")
 
 
 def answer_status(message: Message, reply: Callable[[Message], None]) -> None:
@@ -106,7 +106,7 @@ show(len(held)); wait()
         yield peer
 
 
-@as_root
+@needs_root
 @pytest.mark.fault("S8", "S12", "H07")
 @pytest.mark.parametrize("hello", [True, False], ids=["joined", "silent"])
 def test_a_user_with_all_its_connections_does_not_lock_the_operator_out(
@@ -122,7 +122,7 @@ def test_a_user_with_all_its_connections_does_not_lock_the_operator_out(
     until(lambda: len(running.of(TrainerLeft)) >= len(running.of(TrainerJoined)))
 
 
-@as_root
+@needs_root
 @pytest.mark.fault("S8", "H07")
 def test_all_users_together_leave_seats_for_the_operator(running: RunningChannel) -> None:
     """Two users with all their connections, and the daemon's own user with all its ranks."""
@@ -202,7 +202,7 @@ def test_a_silent_connection_is_closed_and_a_querying_one_is_not(
         assert rank.receive() == protocol.Committed(1, 2)  # a rank may be silent forever
 
 
-@as_root
+@needs_root
 def test_the_restore_unit_asks_without_a_hello(monkeypatch: pytest.MonkeyPatch) -> None:
     """The daemon's own user waits for an answer without a hello, longer than a silent connection may.
     Another user is refused."""

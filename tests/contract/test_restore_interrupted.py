@@ -32,6 +32,7 @@ from testkit.as_user import GROUP, MEMBER, place_for_all
 from testkit.committed import CHUNK_BYTES, chunk_of, commit, file_store, flip_bit, tree
 from testkit.forked import peak_bytes
 from testkit.odd_store import OddStore
+from testkit.other_users import needs_root
 from testkit.store_backends import retrying
 from testkit.waiting import until
 
@@ -386,7 +387,7 @@ def test_space_is_needed_only_for_missing_chunks(
 
 
 @pytest.mark.fault("S24", "G11")
-@pytest.mark.skipif(os.geteuid() != 0, reason="takes on another user: needs root")
+@needs_root
 def test_a_partial_restore_of_another_user_is_neither_used_nor_touched(store: FileStore) -> None:
     """Its owner would keep write access to the published files."""
     with place_for_all(0, mode=0o1777) as shared:

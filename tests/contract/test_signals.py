@@ -22,6 +22,7 @@ from swansongd.trainers import peers, users
 from swansongd.trainers.signals import REQUESTS_MAX, SignalSender, program
 
 from testkit import descriptors
+from testkit.other_users import needs_root
 from testkit.waiting import until
 
 CATCHES = """
@@ -238,7 +239,7 @@ def test_a_pid_that_is_reused_during_the_open_is_detected(
     assert descriptors.of_process(os.getpid()) == 0
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="takes on another user: needs root")
+@needs_root
 def test_a_process_of_another_user_is_not_signalled(events: list[Event], tmp_path: Path) -> None:
     """A process of a user that is not configured gets no signal; one of a configured user does."""
     with Trainer(CATCHES, uid=65534) as trainer:
@@ -253,10 +254,9 @@ def test_a_process_of_another_user_is_not_signalled(events: list[Event], tmp_pat
 
 
 TRAINER_UID = 65534
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes on other users: needs root")
 
 
-@as_root
+@needs_root
 @pytest.mark.fault("S11")
 def test_a_process_of_root_is_not_signalled_unless_root_is_configured(
     trainer: Trainer, events: list[Event], tmp_path: Path
@@ -277,7 +277,7 @@ def test_a_process_of_root_is_not_signalled_unless_root_is_configured(
     until(lambda: events == [SignalSent("q", trainer.pid)], what="the delivery")
 
 
-@as_root
+@needs_root
 @pytest.mark.fault("S11")
 def test_a_program_with_the_rights_of_another_user_is_not_signalled(
     events: list[Event], tmp_path: Path
@@ -352,7 +352,7 @@ def test_a_pid_file_that_others_can_write_is_refused(
     assert f"chmod 644 {path}" in reason
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file away: needs root")
+@needs_root
 def test_a_pid_file_of_another_user_is_refused(
     trainer: Trainer, events: list[Event], tmp_path: Path
 ) -> None:
@@ -545,7 +545,7 @@ def test_a_restarted_daemon_finds_the_same_start(
     assert first == again != other
 
 
-@as_root
+@needs_root
 @pytest.mark.fault("S11")
 def test_a_process_of_another_user_is_no_start(events: list[Event], tmp_path: Path) -> None:
     """A pid file that names any process of the VM claims no generation for it."""

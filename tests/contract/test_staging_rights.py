@@ -19,9 +19,10 @@ from swansongd.staging.prepare import open_restored, prepare
 from swansongd.staging.seal import ALL, Scanner
 
 from testkit.as_user import DAEMON, GROUP, MEMBER, OUTSIDER, TRAINER, as_user, place_for_all
+from testkit.other_users import needs_root
 from testkit.staged import write_files, write_set
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="takes on other users: needs root")
+pytestmark = needs_root
 
 
 _MS_NOSUID_NODEV, _MNT_DETACH = 6, 2

@@ -20,10 +20,10 @@ from swansong_bucket.stores import checksums
 from swansong_bucket.stores.file.store import FileStore
 
 from testkit.as_user import DAEMON, GROUP, MEMBER, OUTSIDER, as_user, place_for_all
+from testkit.other_users import needs_root
 from testkit.store_backends import every_call
 from testkit.waiting import until
 
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes on other users: needs root")
 checksums.load()
 """Another user may have no rights to import modules."""
 KNOWN = ["run/generations/1.json", "run/commits/1.json", "run/data/small", "run/data/large"]
@@ -90,7 +90,7 @@ def modes(root: Path) -> tuple[set[int], set[int]]:
     return directories, files
 
 
-@as_root
+@needs_root
 @pytest.mark.fault("O23")
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
 def test_what_the_store_makes_is_for_its_user_alone(root: Path, umask: int) -> None:
@@ -105,7 +105,7 @@ def test_what_the_store_makes_is_for_its_user_alone(root: Path, umask: int) -> N
     assert store.get("run/data/large") == b"abcabc"
 
 
-@as_root
+@needs_root
 @pytest.mark.fault("O23")
 def test_the_group_reads_below_a_readable_root(root: Path) -> None:
     """With a root of mode 0750 the group can read everything, and change nothing."""
@@ -116,7 +116,7 @@ def test_the_group_reads_below_a_readable_root(root: Path) -> None:
     assert as_user(OUTSIDER, lambda: attempted(root), groups=()) == []
 
 
-@as_root
+@needs_root
 @pytest.mark.fault("O23")
 @pytest.mark.parametrize(
     ("mode", "directory", "file", "umask"),
@@ -136,7 +136,7 @@ def test_the_root_decides(root: Path, mode: int, directory: int, file: int, umas
     assert {path.stat().st_gid for path in root.rglob("*")} == {GROUP}
 
 
-@as_root
+@needs_root
 @pytest.mark.fault("O23")
 def test_daemons_of_one_group_share_a_store(root: Path) -> None:
     """With mode 2770 one daemon continues from the commit of the other."""

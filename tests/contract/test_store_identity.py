@@ -27,9 +27,8 @@ from swansongd.config.config import load
 from swansongd.flush.claim_record import ClaimRecord
 
 from testkit.committed import configuration, file_store, tree
+from testkit.other_users import needs_root
 from testkit.store_backends import every_call, in_threads
-
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
 
 
 @pytest.fixture
@@ -119,7 +118,7 @@ except Permanent as error:
 """
 
 
-@as_root
+@needs_root
 @pytest.mark.fault("O25")
 def test_the_kernel_gives_the_numbers_of_a_file_system_to_the_next_one(tmp_path: Path) -> None:
     """Two file systems, mounted one after the other, have the same device number and root inode."""
@@ -310,7 +309,7 @@ def test_a_malformed_marker(root: Path, tmp_path: Path, plant: str) -> None:
     assert os.listdir(root) == [MARKER]
 
 
-@as_root
+@needs_root
 @pytest.mark.fault("O23")
 def test_a_marker_of_a_user_who_could_not_write_it(files: FileStore, root: Path) -> None:
     """Refused, unless the group may write to the directory, which daemons with other user ids share."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from testkit.other_users import needs_root
 from testkit.waiting import until
 from testkit.warm import WarmProcess, WarmPythons, kill_tree
 
@@ -70,7 +71,7 @@ def test_ends(warm_python: str, code: str, status: int, error: str) -> None:
     assert error in done.stderr
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make a network namespace")
+@needs_root
 def test_the_network_is_that_of_the_client(warm_python: str) -> None:
     """A client in a network namespace has a process there; the next client is where the server is."""
     code = "import os; print(os.readlink('/proc/self/ns/net'))"

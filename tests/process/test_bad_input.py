@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import pytest
 from swansong_bucket.format import manifest
 
 from testkit.clouds import Bucket
+from testkit.other_users import needs_root
 from testkit.rig import BIN
 from testkit.waiting import until
 
@@ -189,7 +189,7 @@ def _warnings(daemon: Any) -> list[dict[str, Any]]:
     return [line for line in daemon.lines.all(level="warning") if "trainer" in line["event"]]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+@needs_root
 @pytest.mark.fault("S8")
 def test_another_user_is_refused(bucket: Bucket, new_vm: Any, witness: str) -> None:
     """The kernel reports the uid of the peer, so that the mode of the socket does not matter."""

@@ -21,9 +21,10 @@ from swansong_bucket.stores.file.store import FileStore
 
 from testkit import REPOSITORY, committed
 from testkit.as_user import DAEMON, GROUP, MEMBER, TRAINER, as_user, place_for_all
+from testkit.other_users import needs_root
 from testkit.rig import Vm
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="switches to other users: needs root")
+pytestmark = needs_root
 
 NAME = "rank-00000/model.bin"
 FILES = {NAME: bytes(range(256)) * 40}

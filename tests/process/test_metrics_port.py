@@ -16,11 +16,12 @@ import pytest
 
 from testkit.as_user import OUTSIDER
 from testkit.clouds import Aws, Bucket
+from testkit.other_users import needs_root
 from testkit.raw_server import Peer, RawServer
 from testkit.rig import Vm
 from testkit.waiting import until
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="switches to other users: needs root")
+pytestmark = needs_root
 
 FORGED = b'swansong_last_verdict{run="run",verdict="SAFE",drill="no"} 1\n'
 SETTLED_S = 90.0

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from datetime import UTC, datetime, timedelta
@@ -17,6 +16,7 @@ from swansong import protocol
 from testkit.channel_peer import PeerProcess, RunningChannel
 from testkit.clouds import Bucket
 from testkit.emulators.process import EmulatorProcess
+from testkit.other_users import needs_root
 from testkit.rig import Vm, control
 from testkit.waiting import until
 
@@ -180,7 +180,7 @@ def test_notify_without_a_daemon_fails(bucket: Bucket, new_vm: Any) -> None:
     assert done.stderr.startswith("swansong: connecting to the daemon at ")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="takes on another user, which only root can")
+@needs_root
 @pytest.mark.parametrize("kind", ["notify", "notify_withdrawn"])
 def test_trainers_may_not_give_notice(kind: str) -> None:
     """A user of ``trainer.users`` is refused; root is not."""

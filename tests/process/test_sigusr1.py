@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from testkit.clouds import Aws, Bucket
+from testkit.other_users import needs_root
 
 SCRIPT = "usr1_trainer.py"
 TRAINER_UID = 65534
@@ -121,7 +122,7 @@ while True:
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="has processes of two users: needs root")
+@needs_root
 @pytest.mark.fault("S11")
 @pytest.mark.parametrize(("number", "target"), [("SIGUSR1", "root"), ("SIGTERM", "daemon")])
 def test_a_trainer_cannot_make_the_daemon_signal_foreign_processes(

@@ -14,6 +14,7 @@ import pytest
 
 from testkit import TRAINERS
 from testkit.clouds import Aws, Bucket
+from testkit.other_users import needs_root
 from testkit.rig import Process, Vm
 from testkit.staged import another_boot, seal_files
 from testkit.waiting import until
@@ -169,7 +170,7 @@ def test_local_excludes_every_other_choice(bucket: Bucket, new_vm: NewVm, tmp_pa
 
 
 @pytest.mark.fault("S8")
-@pytest.mark.skipif(os.geteuid() != 0, reason="changes owners of directories: needs root")
+@needs_root
 def test_a_local_restore_needs_the_user_of_the_daemon(
     bucket: Bucket, new_vm: NewVm, tmp_path: Path
 ) -> None:

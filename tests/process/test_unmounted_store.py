@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,12 +12,13 @@ import pytest
 from swansong_bucket.stores.file.tree import MARKER
 
 from testkit.committed import tree
+from testkit.other_users import needs_root
 from testkit.rig import BIN, CREDENTIALS, Process, Vm, environment
 from testkit.staged import seal_files
 from testkit.waiting import until
 
 pytestmark = [
-    pytest.mark.skipif(os.geteuid() != 0, reason="mounts file systems: needs root"),
+    needs_root,
 ]
 
 STORE_FAILED = 16

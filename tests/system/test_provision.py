@@ -18,6 +18,7 @@ import pytest
 from swansong_tools.commands.main import COMMANDS
 
 from testkit import REPOSITORY
+from testkit.other_users import needs_root
 from testkit.wheelhouse import installed_dependencies, write_wheelhouse
 
 PROVISION = REPOSITORY / "packer" / "provision.sh"
@@ -307,7 +308,7 @@ exit {code}
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="provision.sh needs root")
+@needs_root
 @pytest.mark.parametrize("code", [0, 100])
 @pytest.mark.parametrize("missing", ["Python", "polkit"])
 def test_a_package_manager_that_fails_is_a_failure(tmp_path: Path, code: int, missing: str) -> None:
@@ -342,7 +343,7 @@ def test_a_package_manager_that_fails_is_a_failure(tmp_path: Path, code: int, mi
         assert re.match(rf"provision: {missing}.* cannot be installed", done.stderr)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="switches to another user: needs root")
+@needs_root
 def test_only_root_may_provision() -> None:
     """Without root the script stops immediately with an error."""
     script = PROVISION.read_text()  # user 65534 may not be able to read the clone

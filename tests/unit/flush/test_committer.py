@@ -47,6 +47,7 @@ from swansongd.flush.store_health import StoreHealth
 from swansongd.observe.facts import NewestDated, Observed
 
 from testkit import committed
+from testkit.other_users import needs_root
 from testkit.records import KEY
 from testkit.story import a_set
 from testkit.waiting import until
@@ -565,7 +566,7 @@ def test_a_record_that_this_user_did_not_write_counts_as_none(
     assert elsewhere.read_bytes() == before
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
+@needs_root
 def test_a_record_of_another_user_counts_as_none(rig: CommitterRig) -> None:
     """So does a record in a directory of another user."""
     assert rig.claimed() == 1

@@ -19,6 +19,7 @@ from swansongd.flush.known import FILE_NAME, KnownChunks
 
 from testkit.committed import chunk_of, whole_shard
 from testkit.forked import peak_bytes
+from testkit.other_users import needs_root
 
 CHUNKS = [chunk_of(bytes([number]), nonce=f"n{number}") for number in range(8)]
 STORE = "s3://b"
@@ -215,7 +216,7 @@ def test_a_link_with_the_name_of_the_temporary_file_is_not_followed(tmp_path: Pa
     assert read(tmp_path / "own") == set(CHUNKS)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
+@needs_root
 def test_a_file_of_another_user_is_ignored(tmp_path: Path) -> None:
     """In a directory of another user, nothing is read or written."""
     data = written(tmp_path)

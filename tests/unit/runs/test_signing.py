@@ -21,6 +21,7 @@ from swansong_bucket.stores.base import ObjectInfo
 from testkit import committed
 from testkit.as_user import DAEMON, GROUP, TRAINER, as_user, place_for_all
 from testkit.memory_store import MemoryStore
+from testkit.other_users import needs_root
 from testkit.records import KEY as RUN_KEY
 from testkit.records import farewell
 
@@ -71,7 +72,7 @@ def test_a_key_with_rights_for_others_is_refused(key_file: Path, mode: int) -> N
     assert f"has mode {mode:04o}; keep it private: chmod 0400" in problem(key_file)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
+@needs_root
 def test_a_key_of_another_user_is_for_root_alone() -> None:
     """The daemon's user owns the key, and root restores with it; no third user gets it."""
     with place_for_all(DAEMON) as place:

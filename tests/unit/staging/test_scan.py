@@ -19,9 +19,8 @@ from swansong_bucket.errors import StagingError
 from swansong_bucket.model import CheckpointId, CheckpointKind, Staged, StagedFile
 from swansongd.staging import scan
 
+from testkit.other_users import needs_root
 from testkit.staged import ME, write_files
-
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files away: needs root")
 
 
 @pytest.fixture
@@ -118,7 +117,7 @@ def test_an_entry_that_is_not_a_regular_file_voids_the_set(
         listing(run)
 
 
-@as_root
+@needs_root
 @pytest.mark.fault("S3")
 @pytest.mark.parametrize("path", ["set", "set/dir", "set/dir/b"])
 def test_an_entry_of_another_user_voids_the_set(run: Path, path: str) -> None:
@@ -130,7 +129,7 @@ def test_an_entry_of_another_user_voids_the_set(run: Path, path: str) -> None:
     assert len(scan.listing(run, "set", frozenset({0, 65534}))) == 3
 
 
-@as_root
+@needs_root
 @pytest.mark.fault("T14")
 def test_files_that_the_daemon_cannot_read_are_named(run: Path) -> None:
     """A umask of the trainer that excludes the daemon is reported with the fix."""
@@ -416,7 +415,7 @@ def test_any_tree_is_listed_read_and_removed_whole(
     assert visible(run) == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system: needs root")
+@needs_root
 @pytest.mark.fault("S7")
 def test_a_set_that_is_a_mount_is_refused(run: Path) -> None:
     """Reads from a FUSE mount of the trainer may block forever."""

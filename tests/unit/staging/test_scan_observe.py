@@ -28,6 +28,7 @@ from swansongd.staging.observe import StagingObserver
 from swansongd.staging.prepare import prepare
 from swansongd.staging.seal import Scanner
 
+from testkit.other_users import needs_root
 from testkit.staged import ME, write_files, write_set
 from testkit.waiting import until
 
@@ -217,9 +218,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.skipif(
-    os.geteuid() != 0, reason="uses up another user's inotify instances: needs root"
-)
+@needs_root
 @pytest.mark.fault("D11")
 def test_without_inotify_there_is_polling() -> None:
     """If the user's inotify instances are used up, one line reports it, and polling finds the sets."""
@@ -320,7 +319,7 @@ def test_the_directory_of_a_run_must_not_be_a_link(tmp_path: Path) -> None:
     assert os.listdir(outside) == ["a"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory away: needs root")
+@needs_root
 def test_a_directory_of_another_user_is_not_used(tmp_path: Path) -> None:
     """A trainer that created it could replace its entries at any time."""
     (tmp_path / "r1").mkdir()
@@ -329,7 +328,7 @@ def test_a_directory_of_another_user_is_not_used(tmp_path: Path) -> None:
         prepare(tmp_path, "r1")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="takes on another user: needs root")
+@needs_root
 def test_an_unwritable_staging_directory_is_named(tmp_path: Path) -> None:
     """Without permission to write, the start ends with one line and the fix."""
     for directory in (tmp_path, *tmp_path.parents):
