@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from swansong._checkpoint.load import RestoreError
     from swansong._ranks.agreement import SaveRequest
-    from swansong.guard import EXIT_SAVED, Guard, attach
+    from swansong.guard import Guard, attach
+    from swansong.protocol import EXIT_SAVED
 
 __version__ = "0.1.0"
 
 __all__ = ["EXIT_SAVED", "Guard", "RestoreError", "SaveRequest", "attach"]
 
 _HOMES = {
-    "EXIT_SAVED": "guard",
+    "EXIT_SAVED": "protocol",
     "SaveRequest": "_ranks.agreement",
     "Guard": "guard",
     "RestoreError": "_checkpoint.load",

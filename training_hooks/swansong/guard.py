@@ -53,9 +53,6 @@ ROLLBACKS = 3
 """Default number of rollbacks in a row that return to no newer step."""
 UNRECORDED_STEPS = 1000
 """Without a daemon, steps between two looks for one."""
-EXIT_SAVED = 75
-"""Exit code for a trainer that ends because :attr:`Guard.should_stop` is set: saved, restart it elsewhere.
-``EX_TEMPFAIL`` of sysexits.h, which torchrun and schedulers do not take for success."""
 
 
 log = logging.getLogger("swansong")

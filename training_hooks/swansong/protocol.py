@@ -56,6 +56,9 @@ CHECK_ENV = "SWANSONG_CHECK"
 :func:`swansong.testing.check_resume`, it is the path of a socket, which overrides all others."""
 
 
+EXIT_SAVED = 75
+"""Exit code for a trainer that ends because :attr:`swansong.Guard.should_stop` is set: saved, restart it
+elsewhere.  ``EX_TEMPFAIL`` of sysexits.h, which torchrun and schedulers do not take for success."""
 PARENT_NONE = "none"
 PARENT_UNKNOWN = "unknown"
 

@@ -61,7 +61,7 @@ _VALUES = {
         "trainer.users",
         "USER",
         argument(_user),
-        "user that trains; default: that of sudo",
+        "user that trains; default: the user who called sudo",
         _SUDO_USER,
     ),
     "staging": _Value(

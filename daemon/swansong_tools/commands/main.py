@@ -17,7 +17,7 @@ from swansongd.config.config import DEFAULT_PATH
 
 COMMANDS = {
     "init": "write the configuration, then check the installation",
-    "run": "start a trainer, and a daemon where there is none",
+    "run": "start a trainer, and a daemon if none serves this machine",
     "status": "show the state of the daemon on this VM",
     "notify": "give the daemon notice that this VM will be terminated",
     "drill": "rehearse an evacuation, or a restore from the mirror",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``swansong run``: start a trainer, with a daemon of its own if this machine has none.
+"""``swansong run``: start a trainer, and a daemon if none serves this machine.
 
 Neither systemd nor root is needed.
 """
@@ -32,7 +32,7 @@ The trainer gets SWANSONG_SOCKET, resumes from the newest commit, and is restart
 A configured daemon of this machine serves the trainer. Without a configuration the command starts one, in
 $XDG_STATE_HOME/swansong/RUN (default ~/.local/state/swansong/RUN), without root or systemd.
 Ctrl-C and SIGTERM save a checkpoint, await the verdict and end the trainer; Ctrl-C twice ends all at once.
-The exit code is that of the trainer: 0 if it has finished, 75 (swansong.EXIT_SAVED) if a checkpoint is saved.
+The exit code is the trainer's: 0 if it has finished, 75 (swansong.EXIT_SAVED) if a checkpoint is saved.
 After Ctrl-C or SIGTERM, 75 means SAFE. A signal N that ends the trainer gives 128 + N, Ctrl-C twice 130."""
 EXAMPLES = {
     "Train on a laptop, with checkpoints on its disk.": "swansong run -- python train.py",
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
             path, config = _generated(directory, name, args)
     except OSError as error:
         where = f"{error.strerror} {error.filename or ''}".rstrip()
-        fix = "Remove what is not of this user, or set XDG_STATE_HOME to a directory of this user"
+        fix = "Set XDG_STATE_HOME to a directory of this user, or remove the files of other users"
         raise StagingError(f"preparing run {name} failed: {where}", hint=fix) from None
     if path == args.config and (not is_chosen or _answers(config, is_required=False)):
         path = None

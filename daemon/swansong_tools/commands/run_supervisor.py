@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from swansong.protocol import SOCKET_ENV, Noted, Notify, NotifyWithdrawn
+from swansong.protocol import EXIT_SAVED, SOCKET_ENV, Noted, Notify, NotifyWithdrawn
 from swansong_bucket.errors import ConfigError, FencedError, SwansongError, Unreachable
 from swansong_bucket.model import Health, Verdict
 from swansongd.observe.status import DaemonStatus
@@ -31,8 +31,6 @@ from swansong_tools.commands.common import note
 from swansong_tools.commands.notify import EXIT_BY_VERDICT, committed_text, verdict_on
 from swansong_tools.units import human_s
 
-EXIT_SAVED = 75
-"""``swansong.EXIT_SAVED``, which this package may not import."""
 _EXIT_BY_VERDICT = {**EXIT_BY_VERDICT, Verdict.SAFE: EXIT_SAVED}
 _POLL_S = 0.1
 _LOOK_S, _LOOK_SOON_S = 1.0, 0.2

@@ -312,7 +312,7 @@ def skew_s(date: str, asked_wall_s: float, answered_wall_s: float) -> float | No
 
 
 def _step_clock() -> str:
-    """Let this machine's time service correct the clock at once; install a service if there is none.
+    """Let this machine's time service correct the clock at once; install one if the machine has none.
 
     A service that runs would correct a large difference over hours, or never.
     """

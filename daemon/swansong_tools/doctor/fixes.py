@@ -36,7 +36,7 @@ def choose_unit(config: Path, *units: Path) -> None:
     Each job on a VM has its own unit.  If none names the configuration, the unit is ``swansongd.service``.
 
     Args:
-        units: directories of units; none: those of the operator and of the package.
+        units: directories of units; the default are the operator's and the package's.
     """
     global _chosen  # noqa: PLW0603 - one doctor checks one daemon
     file = os.path.abspath(config)
@@ -64,7 +64,7 @@ def _job(named: str, file: str, *, is_template: bool) -> str | None:
 
 
 def unit() -> Path:
-    """The file of the daemon's unit; that of an instance need not exist."""
+    """The file of the daemon's unit; an instance may have none, see :func:`unit_file`."""
     return _chosen
 
 
