@@ -26,8 +26,8 @@
 The message of an error states the problem, ``hint`` the fix.
 
 systemd gives the codes 3 to 7, 64 to 78, 200 to 244 and 255 names of its own, of the LSB and of BSD: it would
-show 6 as NOTCONFIGURED.  Swansong uses only 75 of these, because its name TEMPFAIL fits, as INVALIDARGUMENT does
-for 2.
+show 6 as NOTCONFIGURED.  Swansong uses only 75 of these, because its name TEMPFAIL fits.  The name of 2,
+INVALIDARGUMENT, fits as well.
 """
 
 from __future__ import annotations

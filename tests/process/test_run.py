@@ -229,7 +229,7 @@ def test_the_daemon_of_the_system_is_required(
         (["--store", "s3://bucket/x"], "good", 2, "--run: is missing"),
         (["--run", "r", "--staging", "/nonexistent"], "good", 15, "create or mount it"),
         (["--run", "r"], "open", 15, "chmod 700"),
-        (["--run", "r"], "link", 15, "Remove what is not of this user"),
+        (["--run", "r"], "link", 15, "Set XDG_STATE_HOME to a directory of this user"),
     ],
 )
 def test_a_command_that_cannot_start_names_the_fix(
