@@ -22,7 +22,7 @@ from swansong_tools.commands.common import add_json, print_json
 from swansong_tools.commands.terminal import console
 from swansong_tools.doctor.checkup import check
 from swansong_tools.doctor.findings import Finding, Level, has_failure
-from swansong_tools.doctor.harmless import is_harmless
+from swansong_tools.doctor.fixes import Harmless
 from swansong_tools.doctor.installation import DaemonAnswer, Options
 
 _STYLES = {
@@ -142,14 +142,15 @@ def _run_fixes(config: Path, options: Options, out: Console) -> None:
 
 def _next_to_fix(findings: Iterable[Finding], tried: Collection[str]) -> Finding | None:
     return next(
-        (each for each in findings if each.fix not in tried and is_harmless(each.fix)), None
+        (each for each in findings if each.fix not in tried and isinstance(each.fix, Harmless)),
+        None,
     )
 
 
 def _run_fix(command: str) -> str:
     """Run a harmless fix; returns its result for the operator."""
     try:
-        done = subprocess.run(  # noqa: S603 - is_harmless knows each of its words
+        done = subprocess.run(  # noqa: S603 - made by this process, with quoted names
             ["/bin/sh", "-c", command],
             stdin=subprocess.DEVNULL,
             capture_output=True,

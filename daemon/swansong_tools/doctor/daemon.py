@@ -105,7 +105,7 @@ def judge_down(facts: Mapping[str, str], claim: Path) -> Judgement:
     result, code = facts.get("Result", ""), facts.get("ExecMainStatus", "")
     if facts.get("LoadState") == "masked":
         unit = fixes.unit().name
-        unmask = [fixes.as_root(f"systemctl unmask {each}{unit}") for each in ("", "--runtime ")]
+        unmask = [fixes.harmless(f"systemctl unmask {each}{unit}") for each in ("", "--runtime ")]
         return failure(
             f"{unit} is masked: systemd cannot start it", fixes.then(*unmask, fixes.restart())
         )
@@ -146,7 +146,7 @@ def is_current(vm: Installation) -> Judgement:
     if vm.by_systemd and of_unit().get("NeedDaemonReload") == "yes":
         return warning(
             "the unit was changed; systemd still uses the old one",
-            fixes.then(fixes.as_root("systemctl daemon-reload"), fixes.restart()),
+            fixes.then(fixes.harmless("systemctl daemon-reload"), fixes.restart()),
         )
     return ok(f"the daemon uses the current {path}")
 
@@ -202,7 +202,7 @@ def socket_directory(vm: Installation) -> Judgement:
     if directory.is_dir():
         return ok(f"{directory} exists")
     is_of_the_unit = directory == Path(DEFAULT_SOCKET).parent and fixes.restart()
-    make = "" if is_of_the_unit else fixes.as_root(f"install -d {fixes.quoted(directory)}")
+    make = "" if is_of_the_unit else fixes.harmless(f"install -d {fixes.quoted(directory)}")
     return failure(
         f"{directory}, the directory of trainer.socket, does not exist",
         fixes.then(make, fixes.start(vm.path)),
@@ -264,7 +264,7 @@ def socket(vm: Installation) -> Judgement:
     if excluded:
         # Processes get their groups at their start, sessions at the login.
         add = [
-            fixes.as_root(f"usermod --append --groups {TRAINER_GROUP} {fixes.quoted(name)}")
+            fixes.harmless(f"usermod --append --groups {TRAINER_GROUP} {fixes.quoted(name)}")
             for name in excluded
         ]
         return failure(

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from swansong_bucket.errors import SwansongError
+from swansong_bucket.errors import StoreError, SwansongError
 
 from swansong_tools.doctor import fixes
 from swansong_tools.doctor.installation import Installation
 
 _POLL_S = 0.2
 _COMMAND = re.compile(r"`([^`]+)`")
+_OFFERED = re.compile(r"; fix it with `([^`]+)`")
 
 
 class Level(StrEnum):
@@ -136,12 +137,16 @@ def has_failure(findings: Iterable[Finding]) -> bool:
 
 
 def of_error(error: Exception, fix: str) -> Judgement:
-    """Turn an error into a failure.  A command between backticks in its text replaces ``fix``."""
+    """Turn an error into a failure.  A command between backticks in its hint replaces ``fix``.
+
+    The text of an error of the store contains the store's own words, and so never a command.
+    """
     words, hint = str(error), error.hint if isinstance(error, SwansongError) else ""
-    command = _COMMAND.search(words) or _COMMAND.search(hint)
+    offered = None if isinstance(error, StoreError) else _OFFERED.search(words)
+    if offered:
+        words = words[: offered.start()]
+    command = offered or _COMMAND.search(hint)
     if command:
-        if command.string == words:
-            words = words[: command.start()].removesuffix("; fix it with ").rstrip(" ,;:")
         is_of_the_cloud = command[1].startswith(("aws ", "gcloud ", "az "))
         return failure(words, command[1] if is_of_the_cloud else fixes.as_root(command[1]))
     return failure(f"{words.removesuffix('.')}. {hint}" if hint else words, fix)

@@ -3,6 +3,9 @@
 
 Commands for root start with ``sudo``; :func:`for_this_shell` adapts a whole fix to the operator's shell.
 A fix that cannot run there becomes a comment, so that pasting it never does half of the work.
+
+``doctor --fix`` runs a fix only if it is :class:`Harmless`.  That follows from the function that made the
+fix, and never from its text: texts come from the checks that run as the daemon's user, and from servers.
 """
 
 from __future__ import annotations
@@ -28,6 +31,12 @@ _BUILT_IN = ("unset",)
 _STARTS = re.compile(r"^ExecStart=.* --config[ =](\S+)\s*$", re.MULTILINE)
 _SUDO = re.compile(r"(^|&& |\| )sudo ")
 _EDITOR = "${EDITOR:-vi}"
+
+
+class Harmless(str):
+    """A fix that starts, creates or enables something, or removes rights, and cannot lose anything."""
+
+    __slots__ = ()
 
 
 def choose_unit(config: Path, *units: Path) -> None:
@@ -89,17 +98,25 @@ def as_root(command: str) -> str:
     return f"sudo {command}"
 
 
+def harmless(command: str) -> Harmless:
+    """Run the command as root, also by ``doctor --fix``."""
+    return Harmless(as_root(command))
+
+
 def then(*commands: str) -> str:
-    """Run the commands in order until one fails; empty ones are left out."""
-    return " && ".join(command for command in commands if command)
+    """Run the commands in order until one fails; empty ones are left out.  Harmless if all of them are."""
+    given = [command for command in commands if command]
+    text = " && ".join(given)
+    is_harmless = bool(given) and all(isinstance(each, Harmless) for each in given)
+    return Harmless(text) if is_harmless else text
 
 
 def write(path: Path, *lines: str) -> str:
-    """Write a small file owned by root, and create its directory."""
+    """Write a drop-in of ours owned by root, and create its directory."""
     text = " ".join(shlex.quote(line) for line in lines)
     return then(
-        as_root(f"install -d {quoted(path.parent)}"),
-        f"printf '%s\\n' {text} | {as_root(f'tee {quoted(path)}')} >/dev/null",
+        harmless(f"install -d {quoted(path.parent)}"),
+        Harmless(f"printf '%s\\n' {text} | {as_root(f'tee {quoted(path)}')} >/dev/null"),
     )
 
 
@@ -110,7 +127,7 @@ def drop_in(name: str, *lines: str) -> str:
     """
     return then(
         write(drop_ins() / f"zz-swansong-{name}.conf", "[Service]", *lines),
-        as_root("systemctl daemon-reload"),
+        harmless("systemctl daemon-reload"),
         restart(),
     )
 
@@ -122,7 +139,7 @@ def more_memory() -> str:
 
 def restart() -> str:
     """Start or restart the daemon; empty if systemd does not run."""
-    return as_root(f"systemctl restart {unit().name}") if BOOTED.is_dir() else ""
+    return harmless(f"systemctl restart {unit().name}") if BOOTED.is_dir() else ""
 
 
 def start(config: Path) -> str:
@@ -132,14 +149,15 @@ def start(config: Path) -> str:
 
 
 def directory(path: Path, mode: str, *, installed: bool = False) -> str:
-    """Create a directory for the daemon, or set its owner and mode.
+    """Create a directory for the daemon, or set its owner and mode.  Only the creation is harmless.
 
     Args:
         installed: whether the daemon's user exists, or will exist when the command runs.
     """
     has_user = installed or account(DAEMON_USER) is not None
     owner = f" -o {DAEMON_USER} -g {TRAINER_GROUP}" if has_user else ""
-    return as_root(f"install -d -m {mode}{owner} {quoted(path)}")
+    command = as_root(f"install -d -m {mode}{owner} {quoted(path)}")
+    return command if os.path.lexists(path) else Harmless(command)
 
 
 def edit(path: Path) -> str:
@@ -177,7 +195,7 @@ def quoted(path: Path | str) -> str:
 
 
 def for_this_shell(command: str) -> str:
-    """Adapt a fix to the shell of the operator.
+    """Adapt a fix to the shell of the operator; a command that runs here stays harmless.
 
     A root shell needs no sudo, which may not be installed; a process under sudo was not started from a root
     shell.  Commands of a cloud's tool need rights on the account, which no VM has.
@@ -185,7 +203,8 @@ def for_this_shell(command: str) -> str:
     if not command or command.startswith("#"):
         return command
     if os.geteuid() == 0 and "SUDO_USER" not in os.environ:
-        command = _SUDO.sub(r"\1", command.replace("sudoedit ", f'"{_EDITOR}" '))
+        kind = type(command)
+        command = kind(_SUDO.sub(r"\1", command.replace("sudoedit ", f'"{_EDITOR}" ')))
     words = command.split()
     tool = words[1] if words[0] == "sudo" else words[0]
     if tool in _CLOUD_TOOLS:

@@ -108,7 +108,7 @@ def _set_delay(wanted_s: float = 0.0) -> str:
 
 
 def _restart_logind() -> str:
-    return fixes.as_root("systemctl restart systemd-logind") if BOOTED.is_dir() else ""
+    return fixes.harmless("systemctl restart systemd-logind") if BOOTED.is_dir() else ""
 
 
 # ------------------------------------------------------------ the unit
@@ -290,7 +290,7 @@ def judge_accounts(*, user: bool, group: bool) -> Judgement:
         return failure(
             f"{' and '.join(missing)} {'do' if len(missing) > 1 else 'does'} not exist",
             fixes.then(
-                fixes.as_root("systemd-sysusers swansong.conf"), _tmpfiles(), fixes.restart()
+                fixes.harmless("systemd-sysusers swansong.conf"), _tmpfiles(), fixes.restart()
             )
             if SYSUSERS.exists()
             else _PROVISION,
@@ -307,8 +307,8 @@ def unit_file(_: Installation) -> Judgement:
         unmask = ""
         if state.startswith("masked"):
             runtime = "--runtime " if state == "masked-runtime" else ""
-            unmask = fixes.as_root(f"systemctl unmask {runtime}{unit.name}")
-        enable = fixes.as_root(f"systemctl enable {unit.name}")
+            unmask = fixes.harmless(f"systemctl unmask {runtime}{unit.name}")
+        enable = fixes.harmless(f"systemctl enable {unit.name}")
         return failure(
             f"{unit.name} is {state or 'unknown'}: the daemon would not start at boot",
             fixes.then(unmask, enable, fixes.restart()),
@@ -396,7 +396,7 @@ def permissions(vm: Installation) -> Judgement:
             )
     if stat.S_IMODE(config.stat().st_mode) & stat.S_IWOTH:
         return failure(
-            f"{config} is world-writable", fixes.as_root(f"chmod o-w {fixes.quoted(config)}")
+            f"{config} is world-writable", fixes.harmless(f"chmod o-w {fixes.quoted(config)}")
         )
     if os.geteuid() == 0 and daemon.may("w", _HOME):
         return failure(
@@ -423,7 +423,7 @@ def _open_up(path: Path, mode: str) -> str:
 def _tmpfiles() -> str:
     """Create the daemon's directories with their owners and modes."""
     if TMPFILES.exists():
-        return fixes.as_root("systemd-tmpfiles --create swansong.conf")
+        return fixes.harmless("systemd-tmpfiles --create swansong.conf")
     return fixes.then(
         fixes.as_root(f"install -d -m 0750 -g {TRAINER_GROUP} {_HOME}"),
         fixes.directory(_RESTORED, "0750", installed=True),

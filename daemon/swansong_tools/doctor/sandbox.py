@@ -170,7 +170,7 @@ def _followed(path: Path, writer: subprocess.Popen[bytes]) -> Iterator[Finding]:
         for line in data.splitlines(keepends=True):
             if line.endswith(b"\n"):
                 position += len(line)
-                yield _finding(line)
+                yield finding_of(line)
         if is_over or time.monotonic() > deadline_mono_s:
             return
         time.sleep(_POLL_S)
@@ -285,7 +285,8 @@ def _command(vm: Installation) -> list[str]:
     return [sys.executable, "-I", "-m", module, str(vm.path), options]
 
 
-def _finding(line: bytes) -> Finding:
+def finding_of(line: bytes) -> Finding:
+    """The finding in a line of the other process.  Its fix is text, which only the operator runs."""
     fields = json.loads(line)
     return Finding(**{**fields, "level": Level(fields["level"])})
 

@@ -298,7 +298,10 @@ def fallback_url(url: str, cloud: str) -> str | None:
 
 
 def shortened(text: str, limit: int = 200) -> str:
-    """Text of a server, cut and cleaned for one line of a log."""
-    line = "".join(char if char.isprintable() else " " for char in text)
+    """Text of a server, cut and cleaned for one line of a log.
+
+    Without backticks, between which our own texts have commands.
+    """
+    line = "".join(char if char.isprintable() else " " for char in text).replace("`", "'")
     line = " ".join(line.split())
     return line if len(line) <= limit else line[: limit - 1] + "…"

@@ -73,6 +73,7 @@ from swansong_tools.doctor.store_fixes import (
 from swansongd import __version__
 from swansongd.config.config import parse
 from swansongd.observe.status import DaemonStatus, HealthStatus, RefusedStatus
+from swansongd.sources.metadata import MetadataUnavailable
 
 from testkit import REPOSITORY
 from testkit.status_picture import status
@@ -192,7 +193,7 @@ def test_a_failure_may_settle() -> None:
 
 def test_a_command_in_an_error_becomes_the_fix() -> None:
     """A command between backticks replaces the fix of the check."""
-    judged = of_error(Permanent("too low; fix it with `raise it`"), "other")
+    judged = of_error(MetadataUnavailable("too low; fix it with `raise it`"), "other")
     assert (judged.found, judged.fix) == ("too low", "sudo raise it")
     judged = of_error(Permanent("no", hint="Do that"), "other")
     assert (judged.found, judged.fix) == ("no. Do that", "other")
