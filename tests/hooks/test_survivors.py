@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -133,13 +134,24 @@ def user(*_):
         former(signal.SIGTERM, None)
     os._exit(3)
 
-def save():
-    print("saved", flush=True)
-    if {blocks}:
+def answer():
+    print("answered while the loop", "trains" if trains() else "stands", flush=True)
+    if {closes}:
+        closing.set()
         threading.Event().wait()
 
-termination.SAVE_LIMIT_S = 0.3
-last = termination.Termination(save)
+def leave():
+    print("left while the loop", "trains" if trains() else "stands", flush=True)
+    if {hangs}:
+        threading.Event().wait()
+
+def trains():
+    stepped.clear()
+    return stepped.wait(0.5)
+
+termination.END_LIMIT_S = 5.0 if not {hangs} else 2.0
+closing, stepped = threading.Event(), threading.Event()
+last = termination.Termination(answer, leave, is_last={is_last})
 if {before}:
     signal.signal(signal.SIGTERM, user)
 last.start()
@@ -147,27 +159,36 @@ former = signal.getsignal(signal.SIGTERM)
 if {after}:
     signal.signal(signal.SIGTERM, user)
 os.kill(os.getpid(), signal.SIGTERM)
-threading.Event().wait()
+while not closing.wait(0.001):
+    stepped.set()
+last.close()
+os._exit(75)
 """
+ANSWERED, LEFT = "answered while the loop trains", "left while the loop stands"
 
 
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
-        ({}, (143, ["saved"])),
-        ({"blocks": True}, (143, ["saved"])),
+        ({}, (-signal.SIGTERM, [ANSWERED, LEFT])),
+        ({"hangs": True}, (143, [ANSWERED, LEFT])),
+        ({"closes": True}, (75, [ANSWERED])),
         ({"before": True}, (3, ["user"])),
         ({"after": True}, (3, ["user"])),
-        ({"after": True, "chained": True}, (143, ["user", "saved"])),
+        ({"after": True, "chained": True}, (3, ["user"])),
+        ({"after": True, "chained": True, "is_last": True}, (-signal.SIGTERM, ["user", LEFT])),
     ],
 )
-def test_sigterm_ends_the_process_and_the_scripts_handler_comes_first(
+def test_sigterm_ends_the_process_after_an_answer(
     facts: dict[str, bool], expected: tuple[int, list[str]]
 ) -> None:
-    """A script's handler runs, and may call the one of the guard; a save that blocks delays no exit."""
-    settings = {"chained": False, "blocks": False, "before": False, "after": False} | facts
-    found = run_python(TERMINATION.format(**settings))
-    assert (found.returncode, found.stdout.split()) == expected
+    """The loop may answer and end by itself; a script's handler decides, unless peers may be lost.
+
+    A function that hangs does not keep the process.
+    """
+    names = ("chained", "closes", "hangs", "is_last", "before", "after")
+    found = run_python(TERMINATION.format(**dict.fromkeys(names, False) | facts))
+    assert (found.returncode, found.stdout.splitlines()) == expected
 
 
 SUBGROUPS = """

@@ -89,7 +89,7 @@ def test_the_living_ranks_of_a_data_parallel_job_save_the_last_step(job: Job, de
             assert process.wait() != 0
     committed = job.daemon.lines.wait(event="committed")
     assert (committed["step"], committed["without_ranks"]) == (STEP, str(dead))
-    assert f"yes, without rank {dead}" in job.vm.swansong("ls").stdout
+    assert f"yes, without rank {dead}" in job.vm.swansong("ls", "--wide").stdout
     resumed = job.resumed(3)
     assert [line["from_step"] for line in resumed] == [STEP] * 3
     assert [line["batches"] for line in resumed] == [STEP] * 3
@@ -102,7 +102,7 @@ def test_ranks_that_a_launcher_ends_save_first(job: Job) -> None:
     """SIGTERM of a launcher reaches ranks that have not noticed the death in a collective yet."""
     job.lose(3, 1, "--block")
     living = [job.ranks[0], job.ranks[2]]
-    assert [process.wait() for process in living] == [128 + signal.SIGTERM] * 2
+    assert [process.wait() for process in living] == [-signal.SIGTERM] * 2
     committed = job.daemon.lines.wait(event="committed")
     assert (committed["step"], committed["without_ranks"]) == (STEP, "1")
 
@@ -114,9 +114,24 @@ def test_ranks_that_a_launcher_ends_save_nothing_while_all_are_alive(job: Job) -
         process.lines.wait(60, step=STEP)
     for process in ranks:
         os.kill(process.pid, signal.SIGTERM)
-    assert [process.wait() for process in ranks] == [128 + signal.SIGTERM] * 2
+    assert [process.wait() for process in ranks] == [-signal.SIGTERM] * 2
     until(lambda: not job.vm.status()["trainers"], what="both ranks left")
     assert not job.daemon.lines.all(event="committed")
+
+
+def test_ranks_that_are_ended_with_the_daemon_save_first(job: Job) -> None:
+    """A pod or a shutdown sends SIGTERM to ranks and daemon at once: all ranks save the same step, SAFE."""
+    ranks = job.start(2)
+    for process in ranks:
+        process.lines.wait(60, step=STEP)
+    for process in (*ranks, job.daemon):
+        os.kill(process.pid, signal.SIGTERM)
+    assert job.daemon.wait() == 0
+    verdict = job.daemon.lines.wait(event="verdict")
+    assert verdict["verdict"] == "SAFE"
+    assert [process.wait() for process in ranks] == [-signal.SIGTERM] * 2
+    committed = job.daemon.lines.wait(event="committed")
+    assert (committed["step"], committed.get("without_ranks", "")) == (verdict["step"], "")
 
 
 def test_replicas_of_a_sharded_job_save_the_shards_of_a_dead_rank(job: Job) -> None:

@@ -37,7 +37,7 @@ from swansong._ranks.job_store import warn_about_shared_store
 from swansong._ranks.position import check_ranks, find_ranks
 from swansong._ranks.start import Loaded
 from swansong._ranks.survivors import is_loss_of_a_peer
-from swansong._ranks.termination import Termination
+from swansong._ranks.termination import END_LIMIT_S, Termination
 from swansong.layout import RankManifest
 from swansong.protocol import Committed, Restored
 from swansong.state import Snapshots, holding_generators, state_of
@@ -46,6 +46,8 @@ RESTORE_ENV = "SWANSONG_RESTORE"
 """Environment variable with a directory to restore from.  It overrides the daemon."""
 FINISH_PATIENCE_S = 300.0
 """Longest wait of :meth:`Guard.finish` for the commit of the last state."""
+REQUEST_ARRIVAL_S = 1.0
+"""Longest wait after SIGTERM for a request of the daemon, which may get the signal a little later."""
 LEAVE_PATIENCE_S = 10.0
 """Longest wait for earlier copies before a save without lost ranks; torchrun sends SIGKILL after 30 s."""
 _LOOK_S = 0.05
@@ -159,10 +161,17 @@ class Guard:
         state.count_steps_with(lambda: self._reports)
         self._pauses = PauseWatch()
         self._session.channel.start()
+        self._is_answering = False
+        """Whether SIGTERM has arrived, after which the process ends with a checkpoint that is requested."""
+        self._has_answered = threading.Event()
         self._has_left = False
+        self._leaving = threading.Lock()
+        """Held during the only save without lost ranks: both the loop and SIGTERM may begin it."""
+        self._can_lose_ranks = ranks.world_size > 1 and isinstance(state, Divisible)
         self._termination: Termination | None = None
-        if HAS_DAEMON and ranks.world_size > 1 and isinstance(state, Divisible):
-            self._termination = Termination(self._terminated)
+        if HAS_DAEMON:
+            is_last = self._can_lose_ranks
+            self._termination = Termination(self._answer, self._terminated, is_last=is_last)
             self._termination.start()
         _guards.add(self)
         atexit.register(self._exit)
@@ -574,6 +583,10 @@ class Guard:
         if is_taken:
             self._redone.saved(step)
         self._should_stop |= is_taken and self._options.stop_after_save and is_emergency
+        if self._is_answering and is_taken and due.request_id:
+            self._has_answered.set()
+            while not self._should_stop:
+                time.sleep(_LOOK_S)  # SIGTERM ends the process here, where it holds no lock
         return is_taken
 
     @contextlib.contextmanager
@@ -715,13 +728,30 @@ class Guard:
 
     def _leave(self, error: BaseException | None) -> None:
         """Save the last step if the loop has lost a peer; after another error the state may be torn."""
-        if not self._closed and self._termination is not None and is_loss_of_a_peer(error):
-            with self._termination.held():
+        termination = self._termination if self._can_lose_ranks else None
+        if not self._closed and termination is not None and is_loss_of_a_peer(error):
+            with termination.held():
                 self._save_last_step()
+
+    def _answer(self) -> None:
+        """After SIGTERM, let the training loop answer a request; the daemon may have got a notice, too."""
+        if self._session.staging is None:
+            return
+        # The other half is for a save without lost ranks, of which a checkpoint of all ranks never comes.
+        limit_s = END_LIMIT_S / 2 if self._can_lose_ranks else END_LIMIT_S
+        self._is_answering = True
+        is_taken = self._agreement.wait_taken(REQUEST_ARRIVAL_S, limit_s)
+        self._has_left |= is_taken
+        if is_taken:
+            self._has_answered.wait(END_LIMIT_S)
+            self._saver.wait(END_LIMIT_S)
+        while is_taken and self._should_stop and not self._closed:
+            time.sleep(_LOOK_S)  # the script ends by itself, with its exit code
 
     def _terminated(self) -> None:
         if not self._closed:
-            self._save_last_step()
+            if self._can_lose_ranks:
+                self._save_last_step()
             self._end("SIGTERM")
 
     def _save_last_step(self) -> None:
@@ -733,21 +763,22 @@ class Guard:
         )
         if staging is None or not start_id or step < 0 or self._session.is_fenced:
             return
-        if self._has_left:
-            return
-        self._has_left = True
-        self._saver.wait(LEAVE_PATIENCE_S)
-        request = self._agreement.current
-        due = Due("emergency", "" if request is None else request.id)
-        if isinstance(self._state, Divisible):
-            save_without_lost_ranks(
-                self._state,
-                self._ranks,
-                self._manifest(due, step, start_id),
-                self._agreement,
-                staging=staging,
-                secret=self._session.naming_secret,
-            )
+        with self._leaving:
+            if self._has_left:
+                return
+            self._has_left = True
+            self._saver.wait(LEAVE_PATIENCE_S)
+            request = self._agreement.current
+            due = Due("emergency", "" if request is None else request.id)
+            if isinstance(self._state, Divisible):
+                save_without_lost_ranks(
+                    self._state,
+                    self._ranks,
+                    self._manifest(due, step, start_id),
+                    self._agreement,
+                    staging=staging,
+                    secret=self._session.naming_secret,
+                )
 
     def _end(self, reason: str) -> None:
         if not self._closed:

@@ -222,6 +222,24 @@ class Agreement:
         with self._changed:
             self._changed.wait_for(is_over, limit_s)
 
+    def wait_taken(self, arrival_s: float, limit_s: float) -> bool:
+        """Wait for a request, and until this rank has taken its checkpoint.
+
+        Args:
+            arrival_s: longest wait for a request, if none is in progress.
+            limit_s: longest wait for the checkpoint.
+
+        Returns:
+            Whether the checkpoint is copied or in staging.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._active is not None, arrival_s):
+                return False
+            request_id = self._active.request.id if self._active is not None else ""
+        self.wait_finished(request_id, limit_s)
+        with self._changed:
+            return isinstance(self._answers.get(request_id), Accepted | Sealed)
+
     def target(self, target: Target) -> None:
         """Set the step at which all ranks save.  Later targets for the same request are ignored."""
         with self._changed:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM in a job of several ranks: one last function call before the process ends.
+"""SIGTERM of a trainer: it ends after a checkpoint that the daemon requests at the same time.
 
-A launcher such as torchrun sends SIGTERM to the living ranks of a VM within 0.1 s after one rank died.
-Their training loops may be blocked in a collective with the dead rank, where the main thread can run no
-Python code.  So another thread does the work.
+A pod, a container or a shutdown sends SIGTERM to the daemon and to the trainer at once.  A launcher such as
+torchrun sends it to the living ranks of a VM within 0.1 s after one rank died.  Their training loops may be
+blocked in a collective with the dead rank, where the main thread can run no Python code.  So another thread
+decides about the end.
 """
 
 from __future__ import annotations
@@ -16,25 +17,35 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 EXIT_CODE = 128 + signal.SIGTERM
+"""Exit code of a process whose main thread does not stop; otherwise the signal ends the process."""
 STOP_LIMIT_S = 0.5
 """Longest wait for the main thread to stop; one that is blocked in a collective cannot."""
-SAVE_LIMIT_S = 25.0
-"""Longest time from the signal to the end of the process; torchrun sends SIGKILL after 30 s."""
+END_LIMIT_S = 25.0
+"""Longest time from the signal to the end of the process; torchrun and pods send SIGKILL after 30 s."""
 
 
 class Termination:
-    """Calls a function after SIGTERM, while the main thread stands still, and then ends the process.
+    """Calls two functions after SIGTERM, and then ends the process.
 
     A handler that the script has installed stays, and replaces this one if it is installed later.
 
     Args:
-        save: called in another thread; raises nothing.
+        answer: called in another thread, while the training loop continues.
+        leave: called in another thread afterwards, while the main thread stands still.  Neither function
+            raises anything.
+        is_last: if the script's own handler calls this one, stop there and call ``leave``; otherwise the
+            script's handler decides alone.
     """
 
-    def __init__(self, save: Callable[[], object]) -> None:
-        self._save = save
+    def __init__(
+        self, answer: Callable[[], object], leave: Callable[[], object], *, is_last: bool
+    ) -> None:
+        self._answer = answer
+        self._leave = leave
+        self._is_last = is_last
+        self._must_stop = False
         self._has_stopped = threading.Event()
-        self._never = threading.Event()
+        self._is_over = threading.Event()
         self._fds: tuple[int, int] | None = None
         self._is_held = False
 
@@ -53,18 +64,18 @@ class Termination:
             os.close(write_fd)
             return
         self._fds = (read_fd, write_fd)
-        signal.signal(signal.SIGTERM, self._stop)
+        signal.signal(signal.SIGTERM, self._handle)
         threading.Thread(
             target=self._watch, args=(read_fd,), name="swansong-sigterm", daemon=True
         ).start()
 
     def close(self) -> None:
-        """Restore the default action."""
+        """Restore the default action.  A process that has got the signal before must end by itself."""
         if self._fds is None or threading.current_thread() is not threading.main_thread():
             return
         read_fd, write_fd = self._fds
         self._fds = None
-        if signal.getsignal(signal.SIGTERM) == self._stop:
+        if signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         former_fd = signal.set_wakeup_fd(-1)
         if former_fd not in (write_fd, -1):
@@ -88,22 +99,40 @@ class Termination:
             self.close()
             os.close(read_fd)
 
-    def _stop(self, _number: int, _frame: FrameType | None) -> None:
-        if self._fds is not None and not self._is_held:
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        if self._fds is None or self._is_held:
+            return
+        if self._is_last and signal.getsignal(signal.SIGTERM) != self._handle:
+            self._must_stop = True
+            os.write(self._fds[1], bytes([signal.SIGTERM]))  # the thread has ignored the signal
+        if self._must_stop:
             self._has_stopped.set()
-            # If another handler has replaced this one and calls it, the thread has ignored the signal.
-            os.write(self._fds[1], bytes([signal.SIGTERM]))
-            self._never.wait()
+            self._is_over.wait()
+        if self._is_over.is_set():
+            # systemd and shells see the signal, as without the guard.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _watch(self, read_fd: int) -> None:
         while number := os.read(read_fd, 1):
-            is_ours = signal.getsignal(signal.SIGTERM) == self._stop
-            is_ours |= self._has_stopped.is_set()
+            is_ours = self._must_stop or signal.getsignal(signal.SIGTERM) == self._handle
             if number[0] == signal.SIGTERM and is_ours and not self._is_held:
-                self._has_stopped.wait(STOP_LIMIT_S)
-                # Not in this thread: the stopped main thread may hold a lock that the save needs.
-                saving = threading.Thread(target=self._save, name="swansong-last", daemon=True)
-                saving.start()
-                saving.join(SAVE_LIMIT_S)
+                # Not in this thread: the stopped main thread may hold a lock that the functions need.
+                ending = threading.Thread(target=self._end, name="swansong-last", daemon=True)
+                ending.start()
+                ending.join(END_LIMIT_S)
                 os._exit(EXIT_CODE)
         os.close(read_fd)
+
+    def _end(self) -> None:
+        if not self._must_stop:
+            self._answer()
+        if self._fds is None or self._is_held:
+            self._is_over.wait()  # the script ends by itself, with an exit code of its own
+        if not self._must_stop:
+            self._must_stop = True
+            os.kill(os.getpid(), signal.SIGTERM)
+        self._has_stopped.wait(STOP_LIMIT_S)
+        self._leave()
+        self._is_over.set()
+        threading.Event().wait(STOP_LIMIT_S)
