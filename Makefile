@@ -150,10 +150,11 @@ PICTURES := $(sort $(basename $(notdir $(wildcard testkit/*_picture.py testkit/*
 pictures: $(STAMP)  ## take the pictures of docs/operations again (Debian's prometheus, chromium, tmux, gcc and libc6-dev)
 	set -e; for each in $(PICTURES); do $(BIN)/python -m testkit.$$each; done
 
-terraform:  ## validate the AWS example against its provider (Terraform; a network or TERRAFORM_INIT=-plugin-dir=MIRROR)
+terraform:  ## validate the examples against their providers (Terraform; a network or TERRAFORM_INIT=-plugin-dir=MIRROR)
 	rm -rf build/terraform && mkdir -p build && cp -r packer build/terraform
-	cd build/terraform/examples/aws && terraform init -input=false -no-color $(TERRAFORM_INIT) && \
-		terraform validate -no-color && terraform fmt -check -recursive ..
+	set -e; for each in aws gcp; do (cd build/terraform/examples/$$each && \
+		terraform init -input=false -no-color $(TERRAFORM_INIT) && terraform validate -no-color); done
+	terraform fmt -check -recursive packer/examples
 
 check: $(STAMP)  ## run ruff, mypy, import rules, shellcheck and the checks of units, templates and generated pages
 	$(BIN)/ruff check .

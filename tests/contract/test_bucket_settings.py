@@ -180,8 +180,9 @@ def test_gcs_settings(open_cloud: Callable[[str], Cloud]) -> None:
     assert list(bare.levels(lock_days=30).values()) == ["ok", "warning", "failure", "warning"]
     cloud.order("role", delete=0)
     whole = Place(cloud, retention=1, versioning=1)
-    set_rules(whole, lifecycle.for_gcs(KEYS, "p/"))
-    assert set(whole.levels(lock_days=30).values()) == {Level.OK}
+    for old_class in lifecycle.GCS_CLASSES:
+        set_rules(whole, lifecycle.for_gcs(KEYS, "p/", old_class))
+        assert set(whole.levels(lock_days=30).values()) == {Level.OK}
     expires = {"action": {"type": "Delete"}, "condition": {"age": 30}}
     set_rules(whole, {"rule": [expires]})
     assert whole.levels()["lifecycle rule"] is Level.FAILURE
@@ -224,6 +225,16 @@ def test_swansong_lifecycle_prints_rules_and_warns(
         Bucket=s3.name, LifecycleConfiguration=told["rules"]
     )
     assert s3.levels()["lifecycle rule"] is Level.OK
+    assert main([*words, "--class", "GLACIER_IR", "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert told["rules"]["Rules"][0]["Transitions"] == [{"Days": 30, "StorageClass": "GLACIER_IR"}]
+    s3.client.put_bucket_lifecycle_configuration(
+        Bucket=s3.name, LifecycleConfiguration=told["rules"]
+    )
+    assert s3.levels()["lifecycle rule"] is Level.OK
+    assert main([*words, "--class", "DEEP_ARCHIVE"]) == 2
+    refused = capfd.readouterr().err
+    assert "--class: no restore reads from it (got 'DEEP_ARCHIVE'); use STANDARD_IA or" in refused
     statement = {"Effect": "Allow", "Action": "s3:ListBucket", "Resource": "*"}
     s3.cloud.order("role", policy=json.dumps({"Statement": [statement]}))
     assert main([*words, "--json"]) == 0

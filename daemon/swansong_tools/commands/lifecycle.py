@@ -24,11 +24,21 @@ EXAMPLES = {
     "Write the rules to a file, for Terraform or another tool.": (
         "swansong lifecycle --json | jq .rules >rules.json"
     ),
+    "Keep old and pinned commits in Glacier Instant Retrieval.": (
+        "swansong lifecycle --class GLACIER_IR"
+    ),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
+    parser.add_argument(
+        "--class",
+        dest="old_class",
+        metavar="CLASS",
+        help=f"storage class for data older than {lifecycle.OLD_DAYS} days (default: the first): "
+        f"{' or '.join(lifecycle.S3_CLASSES)} on S3, {', '.join(lifecycle.GCS_CLASSES)} on GCS",
+    )
     add_json(parser)
 
 
@@ -41,7 +51,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError([f"store.url: {problem}; set rules with the tools of your store"])
     settings = store.settings
     is_s3 = isinstance(store, S3Store)
-    rules = (lifecycle.for_s3 if is_s3 else lifecycle.for_gcs)(keys, settings.prefix)
+    classes = lifecycle.S3_CLASSES if is_s3 else lifecycle.GCS_CLASSES
+    old_class = classes[0] if args.old_class is None else args.old_class
+    if problem := lifecycle.class_problem(old_class, classes):
+        raise ConfigError([f"--class: {problem}"])
+    rules = (lifecycle.for_s3 if is_s3 else lifecycle.for_gcs)(keys, settings.prefix, old_class)
     command = store_fixes.put_lifecycle(config, rules)
     existing: list[str] | None = None
     harm: list[str] = []

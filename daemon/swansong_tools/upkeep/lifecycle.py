@@ -15,7 +15,10 @@ from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.stores.settings import LifecycleRule
 
 OLD_DAYS = 30
-"""The shortest time for which S3 and GCS bill the cheaper class, too."""
+"""The shortest time for which S3 and GCS bill the first of these classes, too."""
+S3_CLASSES = ("STANDARD_IA", "GLACIER_IR")
+GCS_CLASSES = ("NEARLINE", "COLDLINE", "ARCHIVE")
+"""Classes for old data, the default first.  A restore reads from each of them at once."""
 VERSIONS_DAYS = 30
 """Time in which a deleted object can be brought back, in a bucket with versions."""
 PROBES_DAYS = 7
@@ -23,11 +26,28 @@ _OFFLINE = {"GLACIER", "DEEP_ARCHIVE"}
 """Classes of S3 from which no request reads at once.  All classes of GCS can be read at once."""
 
 
-def for_s3(keys: RunKeys, prefix: str) -> dict[str, Any]:
+def class_problem(name: str, classes: Sequence[str]) -> str:
+    """Why old data cannot be in a storage class, with the fix; empty if it can.
+
+    Args:
+        classes: those of the store.
+    """
+    if name in classes:
+        return ""
+    problem = (
+        "no restore reads from it"
+        if name in _OFFLINE
+        else "is not a class for old checkpoints in this store"
+    )
+    return f"{problem} (got {name!r:.60}); use {' or '.join(classes)}, which are read at once"
+
+
+def for_s3(keys: RunKeys, prefix: str, old_class: str = S3_CLASSES[0]) -> dict[str, Any]:
     """The configuration for ``aws s3api put-bucket-lifecycle-configuration``.
 
     Args:
         prefix: of the store's URL: empty, or with a ``/`` at its end.
+        old_class: one of :data:`S3_CLASSES`.
     """
 
     def rule(name: str, below: str, **action: Any) -> dict[str, Any]:
@@ -37,7 +57,7 @@ def for_s3(keys: RunKeys, prefix: str) -> dict[str, Any]:
     run = f"{keys.run}/"
     return {
         "Rules": [
-            rule("old", keys.data, Transitions=[{"Days": OLD_DAYS, "StorageClass": "STANDARD_IA"}]),
+            rule("old", keys.data, Transitions=[{"Days": OLD_DAYS, "StorageClass": old_class}]),
             rule(
                 "versions",
                 run,
@@ -49,7 +69,7 @@ def for_s3(keys: RunKeys, prefix: str) -> dict[str, Any]:
     }
 
 
-def for_gcs(keys: RunKeys, prefix: str) -> dict[str, Any]:
+def for_gcs(keys: RunKeys, prefix: str, old_class: str = GCS_CLASSES[0]) -> dict[str, Any]:
     """The configuration for ``gcloud storage buckets update --lifecycle-file``; see :func:`for_s3`."""
 
     def rule(action: str, below: str, *, to: str = "", **condition: Any) -> dict[str, Any]:
@@ -62,7 +82,7 @@ def for_gcs(keys: RunKeys, prefix: str) -> dict[str, Any]:
             rule(
                 "SetStorageClass",
                 keys.data,
-                to="NEARLINE",
+                to=old_class,
                 age=OLD_DAYS,
                 matchesStorageClass=["STANDARD"],
             ),

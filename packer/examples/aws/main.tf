@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-# One Spot VM with a GPU.  After a preemption an Auto Scaling group replaces it, in any of several types and subnets
-# with capacity.  The role has exactly the permissions of ../../permissions/aws-vm.json.
+# Spot VMs with a GPU: one, or several of one job.  After a preemption an Auto Scaling group replaces the VM, in any
+# of several types and subnets with capacity.  The role has exactly the permissions of ../../permissions/aws-vm.json.
 
 terraform {
   required_version = ">= 1.5"
   required_providers {
     aws = {
       source  = "hashicorp/aws"
-      version = ">= 5.0"
+      version = ">= 6.0"
     }
   }
 }
@@ -26,6 +26,18 @@ variable "prefix" {
   type        = string
   default     = "checkpoints"
   description = "Checkpoints go below it."
+}
+
+variable "vms" {
+  type        = number
+  default     = 1
+  description = "VMs of the job; several only if one launcher starts the ranks on all of them."
+}
+
+variable "on_demand" {
+  type        = number
+  default     = 0
+  description = "VMs on demand, the others are Spot. 1: one VM of the job is not preempted."
 }
 
 variable "subnets" {
@@ -152,17 +164,20 @@ resource "aws_launch_template" "vm" {
 
 resource "aws_autoscaling_group" "vm" {
   name                      = local.group
-  min_size                  = 1
-  max_size                  = 1
+  min_size                  = var.vms
+  max_size                  = var.vms
   vpc_zone_identifier       = var.subnets
   wait_for_capacity_timeout = "0"
 
   # A replacement beside a VM that still trains would take the run over from it.
   capacity_rebalance = false
 
+  # To balance the zones, the group would end a VM that trains.
+  suspended_processes = ["AZRebalance"]
+
   mixed_instances_policy {
     instances_distribution {
-      on_demand_base_capacity                  = 0
+      on_demand_base_capacity                  = var.on_demand
       on_demand_percentage_above_base_capacity = 0
       spot_allocation_strategy                 = "price-capacity-optimized"
     }

@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-# One Spot VM with a GPU.  After a preemption a managed instance group creates it again, in any zone of the region
-# with capacity.  The service account has exactly the permissions of ../../permissions/gcp-vm.yaml.
+# Spot VMs with a GPU: one, or several of one job.  After a preemption a managed instance group creates the VM again,
+# in any zone of the region with capacity.  The service account has exactly the permissions of
+# ../../permissions/gcp-vm.yaml.
 
 terraform {
   required_version = ">= 1.5"
   required_providers {
     google = {
       source  = "hashicorp/google"
-      version = ">= 5.0"
-    }
-    # For preemption_notice_duration, a field in beta; a version of 2026.
-    google-beta = {
-      source  = "hashicorp/google-beta"
-      version = ">= 7.0"
+      version = ">= 8.7" # with preemption_notice_duration
     }
   }
 }
@@ -48,6 +44,18 @@ variable "prefix" {
   type        = string
   default     = "checkpoints"
   description = "Checkpoints go below it."
+}
+
+variable "vms" {
+  type        = number
+  default     = 1
+  description = "VMs of the job; several only if one launcher starts the ranks on all of them."
+}
+
+variable "on_demand" {
+  type        = number
+  default     = 0
+  description = "VMs on demand, the others are Spot. 1: one VM of the job is not preempted."
 }
 
 variable "machine_type" {
@@ -108,6 +116,10 @@ locals {
   group = "swansong-${var.run}"
   # Accounts have at most 30 characters, and two runs in one project have an account each.
   id = substr(sha256(var.run), 0, 12)
+  # All VMs of a template are Spot or on demand, so each model has a template and a group.
+  models = {
+    for model, vms in { SPOT = var.vms - var.on_demand, STANDARD = var.on_demand } : model => vms if vms > 0
+  }
 }
 
 resource "google_service_account" "vm" {
@@ -132,7 +144,7 @@ resource "google_storage_bucket_iam_member" "vm" {
 }
 
 resource "google_compute_instance_template" "vm" {
-  provider     = google-beta
+  for_each     = local.models
   project      = var.project
   name_prefix  = "swansong-"
   machine_type = var.machine_type
@@ -160,14 +172,14 @@ resource "google_compute_instance_template" "vm" {
   }
 
   scheduling {
-    provisioning_model          = "SPOT"
-    preemptible                 = true
-    automatic_restart           = false
+    provisioning_model          = each.key
+    preemptible                 = each.key == "SPOT"
+    automatic_restart           = each.key != "SPOT"
     on_host_maintenance         = "TERMINATE"
-    instance_termination_action = "STOP"
+    instance_termination_action = each.key == "SPOT" ? "STOP" : null
 
     dynamic "preemption_notice_duration" {
-      for_each = var.preemption_notice_s > 0 ? [var.preemption_notice_s] : []
+      for_each = each.key == "SPOT" && var.preemption_notice_s > 0 ? [var.preemption_notice_s] : []
       content {
         seconds = preemption_notice_duration.value
       }
@@ -191,19 +203,20 @@ resource "google_compute_instance_template" "vm" {
 }
 
 resource "google_compute_region_instance_group_manager" "vm" {
+  for_each                         = local.models
   project                          = var.project
-  name                             = local.group
+  name                             = "${local.group}-${lower(each.key)}"
   region                           = var.region
   base_instance_name               = local.group
-  target_size                      = 1
+  target_size                      = each.value
   distribution_policy_zones        = var.zones
   distribution_policy_target_shape = "ANY"
 
   version {
-    instance_template = google_compute_instance_template.vm.id
+    instance_template = google_compute_instance_template.vm[each.key].id
   }
 
-  # Never two VMs at once: a second VM would take the run over from one that still trains.
+  # Never a replacement beside a VM that still trains: it would take the run over from that VM.
   update_policy {
     type                         = "OPPORTUNISTIC"
     minimal_action               = "REPLACE"

@@ -8,6 +8,7 @@ import re
 import stat
 import subprocess
 import tomllib
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -130,6 +131,9 @@ def test_startup_script_is_executable() -> None:
 
 SCRAPE = yaml.safe_load((REPOSITORY / "monitoring/prometheus/scrape.example.yml").read_text())
 MONITORING_PAGE = (REPOSITORY / "docs/operations/monitoring.md").read_text()
+SECTIONS = {"": "resource", "data.": "data"}
+META_ARGUMENTS = {"for_each", "depends_on", "lifecycle"}
+ARGUMENTS = yaml.safe_load((Path(__file__).parent / "terraform-arguments.yaml").read_text())
 
 
 def terraform(cloud: str) -> tuple[str, dict[str, Any]]:
@@ -139,6 +143,15 @@ def terraform(cloud: str) -> tuple[str, dict[str, Any]]:
 
 def names(blocks: list[dict[str, Any]]) -> set[str]:
     return {name.strip('"') for block in blocks for name in block if not name.startswith("__")}
+
+
+def declared(body: dict[str, Any], section: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Kind, name and body of each block of a section."""
+    for block in body.get(section, []):
+        for kind, instances in block.items():
+            for name, facts in instances.items() if isinstance(instances, dict) else ():
+                if not name.startswith("__"):
+                    yield kind.strip('"'), name.strip('"'), facts
 
 
 @pytest.mark.parametrize("cloud", ["aws", "gcp"])
@@ -152,20 +165,42 @@ def test_terraform_example_is_consistent(cloud: str) -> None:
         for facts in block.values():
             assert not isinstance(facts, dict) or facts["description"]
     made = {
-        f"{prefix}{kind.strip(chr(34))}.{name.strip(chr(34))}"
-        for prefix, key in (("", "resource"), ("data.", "data"))
-        for block in body.get(key, [])
-        for kind, instances in block.items()
-        if isinstance(instances, dict)
-        for name in instances
-        if not name.startswith("__")
+        f"{prefix}{kind}.{name}"
+        for prefix, section in SECTIONS.items()
+        for kind, name, _ in declared(body, section)
     }
     provider = {"aws": "aws", "gcp": "google"}[cloud]
-    pattern = rf"(?<![\w\"])((?:data\.)?{provider}_\w+\.\w+)\."
+    pattern = rf"(?<![\w\"])((?:data\.)?{provider}_\w+\.\w+)[.\[]"
     assert set(re.findall(pattern, text)) <= made
     files = re.findall(r'"\$\{path\.module\}/([^"]+)"', text)
     assert len(files) == 2
     assert all((PACKER / "examples" / cloud / file).is_file() for file in files)
+
+
+def check_arguments(body: dict[str, Any], name: str) -> None:
+    """Compare the names in a block, and in the blocks below it, with those that the provider accepts."""
+    nested = [(key, each) for key in body if f"{name}.{key}" in ARGUMENTS for each in body[key]]
+    nested += [
+        (key.strip('"'), *facts["content"])
+        for each in body.get("dynamic", [])
+        for key, facts in each.items()
+        if not key.startswith("__")
+    ]
+    given = {key for key in body if not key.startswith("__")} - META_ARGUMENTS - {"dynamic"}
+    given |= {key for key, _ in nested}
+    required, optional = (set(ARGUMENTS[name].get(part, ())) for part in ("required", "optional"))
+    assert required <= given <= required | optional, name
+    for key, facts in nested:
+        check_arguments(facts, f"{name}.{key}")
+
+
+@pytest.mark.parametrize("cloud", ["aws", "gcp"])
+def test_terraform_example_has_only_arguments_of_its_provider(cloud: str) -> None:
+    """The recorded schemas have each argument, and no required one is missing."""
+    _, body = terraform(cloud)
+    for prefix, section in SECTIONS.items():
+        for kind, _, facts in declared(body, section):
+            check_arguments(facts, prefix + kind)
 
 
 @pytest.mark.parametrize(
@@ -182,14 +217,29 @@ def test_terraform_passes_every_template_variable(cloud: str, file: str) -> None
 
 def blocks(body: dict[str, Any], kind: str) -> list[dict[str, Any]]:
     """The bodies of all resources of a kind."""
-    return [
-        facts
-        for resource in body["resource"]
-        for name, instances in resource.items()
-        if name.strip('"') == kind
-        for label, facts in instances.items()
-        if not label.startswith("__")
-    ]
+    return [facts for found, _, facts in declared(body, "resource") if found == kind]
+
+
+def test_mixed_fleets_are_variables() -> None:
+    """Both examples have one Spot VM by default, and the first VMs of a job on demand if wanted."""
+    for cloud in ("aws", "gcp"):
+        _, body = terraform(cloud)
+        variables = {
+            name.strip('"'): facts for each in body["variable"] for name, facts in each.items()
+        }
+        assert (variables["vms"]["default"], variables["on_demand"]["default"]) == (1, 0)
+    _, body = terraform("aws")
+    (group,) = blocks(body, "aws_autoscaling_group")
+    assert group["min_size"] == group["max_size"] == "${var.vms}"
+    (distribution,) = group["mixed_instances_policy"][0]["instances_distribution"]
+    assert distribution["on_demand_base_capacity"] == "${var.on_demand}"
+    assert distribution["on_demand_percentage_above_base_capacity"] == 0
+    _, body = terraform("gcp")
+    (template,) = blocks(body, "google_compute_instance_template")
+    (group,) = blocks(body, "google_compute_region_instance_group_manager")
+    assert template["for_each"] == group["for_each"] == "${local.models}"
+    assert template["scheduling"][0]["provisioning_model"] == "${each.key}"
+    assert group["target_size"] == "${each.value}"
 
 
 def test_gcp_example_reaches_the_bucket_and_gets_preemption_notices() -> None:

@@ -68,6 +68,7 @@ _HINTS = {
     **dict.fromkeys(_ELSEWHERE_CODES, _REGION),
     "301": _REGION,
     "307": _REGION,
+    "InvalidObjectState": "Run aws s3api restore-object, and remove the rule that archives objects",
 }
 
 
