@@ -12,22 +12,32 @@ def human_bytes(size_bytes: float) -> str:
         if size_bytes < 999.5:
             return f"{size_bytes:.3g} {unit}"
         size_bytes /= 1000
-    return f"{size_bytes:.4g} TB"
+    return f"{_digits(size_bytes, 4)} TB"
 
 
 def human_s(seconds: float) -> str:
-    """Format a duration as ``4.2 s``, ``12 min``, ``3.5 h`` or ``2 d``."""
-    for unit, size_s in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size_s:
-            return f"{seconds / size_s:.3g} {unit}"
-    return f"{seconds:.3g} s"
+    """Format a duration as ``4.2 s``, ``12 min``, ``3.5 h`` or ``2 d``; below a millisecond ``0 s``."""
+    amount, unit = _scaled(seconds)
+    return f"{_digits(amount, 3)} {unit}"
 
 
 def human_age(seconds: float) -> str:
-    """Format an age as ``45 s ago``, ``3.2 h ago`` or ``12 d ago``."""
-    amount, unit = human_s(seconds).split()
-    short = f"{float(amount):.0f}" if float(amount) >= 10 else f"{float(amount):.2g}"
-    return f"{short} {unit} ago"
+    """Format an age as ``45 s``, ``3.2 h`` or ``12 d``."""
+    amount, unit = _scaled(seconds)
+    return f"{amount:.0f} {unit}" if amount >= 9.95 else f"{_digits(amount, 2)} {unit}"
+
+
+def _scaled(seconds: float) -> tuple[float, str]:
+    for unit, size_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size_s:
+            return seconds / size_s, unit
+    return round(seconds, 3), "s"
+
+
+def _digits(amount: float, count: int) -> str:
+    """A number with this many digits; never one with an exponent, such as 1e+03."""
+    rounded = float(f"{amount:.{count}g}")
+    return f"{amount:,.0f}" if abs(rounded) >= 10**count else f"{rounded:g}"
 
 
 def human_span(seconds: float) -> str:

@@ -14,7 +14,7 @@ from testkit.reference.markup import filled, linked, sentences
 
 RULES = REPOSITORY / "monitoring/prometheus/swansong.rules.yml"
 _RULE = re.compile(r"((?: {6}# .*\n)*) {6}- alert: (\w+)\n(?: {8}(?!#).*\n)*((?: {8}# .*\n)*)")
-_HOLD = {"m": "min", "h": "h"}
+_HOLD = {"s": "s", "m": "min", "h": "h"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ def test_a_vm_that_disappears_costs_the_job_no_step(
     where = committed["generation"], committed["step"]
     whole = {part(*where, node, savers) for node in range(savers)}
     assert cluster.parts() == whole
-    assert f"yes, without rank {left_out}" in staying.vm.swansong("ls").stdout
+    assert f"yes, without rank {left_out}" in staying.vm.swansong("ls", "--wide").stdout
 
 
 def test_after_safe_the_job_continues_without_the_vm(cluster: Cluster) -> None:

@@ -157,6 +157,7 @@ def test_verdicts_without_training_and_without_a_commit_have_exit_codes(
     vm.start_daemon()
     done = vm.swansong("notify", "--in", "6s", "--wait")
     assert done.returncode == 19, done.stderr
+    assert "No trainer is connected" in done.stderr
     assert done.stdout.startswith("NO_TRAINING: ")
     assert vm.swansong("notify", "--withdraw").returncode == 0
     vm.start_trainer(script=witness).lines.wait(step=5)

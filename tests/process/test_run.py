@@ -55,15 +55,26 @@ sys.exit(swansong.EXIT_SAVED)
 """
 """Starts a process in a session of its own, as torchrun starts its workers."""
 
+WITH_A_SHORT_WATCHDOG = """
+import sys
+from swansong_tools.commands import main, run_supervisor
+run_supervisor._HANG_LIMIT_S = 1.0
+sys.exit(main.main(sys.argv[1:]))
+"""
+
 
 class Command:
     """``swansong run`` with the trainer above, and all that it prints."""
 
     def __init__(
-        self, state: Path, *words: str, options: tuple[str, ...] = ("run", "--run", "r")
+        self,
+        state: Path,
+        *words: str,
+        options: tuple[str, ...] = ("run", "--run", "r"),
+        program: tuple[str, ...] = (str(BIN / "swansong"),),
     ) -> None:
         self.socket = state / "swansong" / "r" / "trainer.sock"
-        command = [str(BIN / "swansong"), *options, "--", sys.executable, "-c", TRAINER, *words]
+        command = [*program, *options, "--", sys.executable, "-c", TRAINER, *words]
         self.process = Process(
             ["sh", "-c", 'exec "$@" 2>&1', "sh", *command],
             lines_on="stdout",
@@ -126,11 +137,14 @@ def test_a_notice_ends_safe_and_the_next_start_resumes(
     start("stop", options=options).lines.wait(resumed=step)
 
 
-def test_ctrl_c_saves_and_a_killed_daemon_is_started_again(start: Start) -> None:
-    """SAFE also after a crash of the daemon, and nothing is left.  A second start is refused meanwhile."""
-    command = start()
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["crash", "hang"])
+def test_ctrl_c_saves_and_a_failed_daemon_is_started_again(
+    start: Start, fault: signal.Signals
+) -> None:
+    """SAFE also after a crash or a hang, and nothing is left.  A second start is refused meanwhile."""
+    command = start(program=(sys.executable, "-c", WITH_A_SHORT_WATCHDOG))
     *_, daemon, _, pid = pids = command.training()
-    os.kill(daemon, signal.SIGKILL)
+    os.kill(daemon, fault)
     restarted = until(
         lambda: (
             (status := command.status())

@@ -4,7 +4,15 @@
 from __future__ import annotations
 
 import pytest
-from swansong_tools.units import human_span, human_time
+from swansong_tools.units import human_bytes, human_s, human_span, human_time
+
+
+def test_a_figure_has_no_exponent() -> None:
+    """Neither a tiny duration nor the GPU days of a large run, nor the bytes of a large store."""
+    seconds = (0.0, 5e-6, 0.0123, 119.0, 120.0, 999.6 * 86400, 1e9)
+    shown = ["0 s", "0 s", "0.012 s", "119 s", "2 min", "1,000 d", "11,574 d"]
+    assert [human_s(each) for each in seconds] == shown
+    assert [human_bytes(each) for each in (999.6, 84e9, 2**60)] == ["1 kB", "84 GB", "1,152,922 TB"]
 
 
 @pytest.mark.parametrize(

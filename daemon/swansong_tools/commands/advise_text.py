@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +19,9 @@ from swansong_tools.economics.cost import Costs, Prices, costs
 from swansong_tools.economics.expected import (
     DAY_S,
     InterruptionKind,
+    Job,
     bandwidth_bytes_per_s,
+    best_interval,
     covered_redone_s,
     expected,
     fit,
@@ -46,13 +49,16 @@ _AGREES = 0.2
 
 
 def verdict(subject: Subject) -> str:
-    """The consequence of the notice that matters, in two sentences."""
+    """The consequence of the notice that matters, or of an end without one, in two sentences."""
     job, (source, grace_s) = subject.job, subject.headline
     lost_s = job.interval_s / 2 + job.lag_s
     if not job.forecast.is_measured:
         return "Whether a checkpoint fits is unknown: save or bandwidth are not measured yet."
     if grace_s <= 0:
-        return f"A preemption without a notice would lose {human_s(lost_s)} of training on average."
+        return (
+            f"Without a usable notice, an interruption repeats {human_s(lost_s)} of training on average, "
+            f"with a checkpoint every {human_s(job.interval_s)}.{_cost_of_interval(job)}"
+        )
     named = "A preemption" if source in _PREEMPTIONS else f"A shutdown by {source}"
     found = margin(job, source, grace_s)
     if found.spare_s >= 0:
@@ -68,6 +74,24 @@ def verdict(subject: Subject) -> str:
         f"{named} with {_plain_s(grace_s)} of notice is {human_s(-found.spare_s)} too short for a "
         f"checkpoint. It would lose {human_s(lost_s + grace_s)} of training on average."
     )
+
+
+def _cost_of_interval(job: Job) -> str:
+    """The share of the run that depends on the interval, now and at its least."""
+    best = best_interval(job)
+    if not best.has_losses:
+        return ""
+    text = f" With the saves that costs {_interval_share(job)} of the run"
+    if abs(job.interval_s - best.best_s) <= _AGREES * best.best_s:
+        return f"{text}, and no other interval costs less."
+    least = _interval_share(replace(job, interval_s=best.best_s))
+    return f"{text}; every {human_s(best.best_s)}, the best interval, it would cost {least}."
+
+
+def _interval_share(job: Job) -> str:
+    found = expected(job)
+    percent = 100 * min(1.0, (found.saves_s + found.redone_s) / DAY_S)
+    return f"{percent:.2g} %" if percent < 9.95 else f"{percent:.0f} %"
 
 
 def _plain_s(seconds: float) -> str:
@@ -201,8 +225,8 @@ def _interval(subject: Subject, advice: Advice) -> str:
     if abs(in_use_s - found.best_s) <= _AGREES * found.best_s:
         return f"{text} The {human_s(in_use_s)} in use agree."
     is_fixed = subject.setup.configured_interval_s is not None
-    why = "run.checkpoint_interval_s" if is_fixed else "the trainer, or the last 8 VMs"
-    return f"{text} In use: {human_s(in_use_s)}, from {why}."
+    why = "run.checkpoint_interval_s" if is_fixed else "the trainer or by the last 8 VMs"
+    return f"{text} In use: {human_s(in_use_s)}, set by {why}."
 
 
 def _proposals(out: Console, advice: Advice, bill: Bill) -> None:
@@ -238,7 +262,7 @@ def _costs(subject: Subject, bill: Bill) -> Table:
     rows = [
         ("checkpoints", f"{human_s(upkeep.stall_gpu_s)} of GPU time", bill.stall),
         ("", f"{human_bytes(upkeep.stored_bytes)} in the store", bill.storage),
-        ("", f"{upkeep.writes:,.0f} writes, {upkeep.reads:,.0f} reads", bill.requests),
+        ("", _requests(bill), bill.requests),
         ("interruptions", f"{human_s(bill.interruptions_gpu_s)} of GPU time", bill.interruptions),
         ("spot", f"{counted(job.gpus, 'GPU')}, all time above included", bill.spot),
         ("on-demand", f"the same training, {human_s(trained_s)} of GPU time", bill.on_demand),
@@ -247,13 +271,18 @@ def _costs(subject: Subject, bill: Bill) -> Table:
         share = 100 * bill.saved_share
         text = f"{abs(share):.0f} % {'less' if share >= 0 else 'more'} than on-demand"
         rows.append(("saved by spot", text, bill.saved))
-    if subject.loss is not None:
+    if subject.loss is not None and bill.prices.spot is not None:
         rows += _so_far(costs(subject.loss, bill.prices))
     if bill.days is not None:
         rows.append(("the whole run", human_s(bill.days * DAY_S), _whole(bill)))
     for name, text, amount in rows:
         shown.add_row(name, text, *[_amount(amount, bill)] * _has_any(bill))
     return shown
+
+
+def _requests(bill: Bill) -> str:
+    writes, reads = round(bill.upkeep.writes), round(bill.upkeep.reads)
+    return f"{counted(writes, 'write')}, {counted(reads, 'read')}"
 
 
 def _has_any(bill: Bill) -> bool:

@@ -19,6 +19,7 @@ from swansongd.observe import log
 
 from swansong_tools.commands.client import DaemonClient
 from swansong_tools.commands.common import add_json, print_json
+from swansong_tools.commands.jobs import other_jobs
 from swansong_tools.commands.terminal import console
 from swansong_tools.doctor.checkup import check
 from swansong_tools.doctor.findings import Finding, Level, has_failure
@@ -113,6 +114,8 @@ def _run(args: argparse.Namespace) -> int:
         for finding in failures:
             _show(out, finding, f"{finding.family}: {finding.name}")
     out.print(Text(_summary(found)))
+    for job in other_jobs(args.config):
+        out.print(Text(f"other job: sudo swansong --config {job} doctor"), soft_wrap=True)
     if failures:
         raise Unready(
             f"{len(failures)} of {len(found)} checks failed",

@@ -111,60 +111,54 @@ def _total(loss: Loss) -> dict[str, Any]:
 
 def _print(run_name: str, loss: Loss, left_out: int) -> None:
     out = console()
+    out.print(f"run {run_name}")
+    out.print(_summary(loss))
     if left_out:
-        out.print(f"{left_out} older generations are left out")
+        out.print(f"{counted(left_out, 'older generation')} left out")
     if loss.interruptions:
-        out.print(_lost(loss))
-        out.print()
-        out.print(_down(loss))
-        out.print()
-    out.print(_summary(run_name, loss))
+        for shown in (_lost(loss), _down(loss), _restored(loss)):
+            out.print()
+            out.print(shown)
     for line in _remarks(loss):
         out.print(line)
 
 
 def _lost(loss: Loss) -> Table:
-    """One line for each interruption; fits into 80 columns."""
-    names = (
-        "GEN",
-        "ENDED (UTC)",
-        "STEP",
-        "FROM",
-        "STALL",
-        "REDONE",
-        "DOWN",
-        "LOST",
-        "GPU TIME",
-    )
-    shown = table(*names)
+    """One line for each interruption: its cost; every table fits into 80 columns."""
+    shown = table("GEN", "ENDED (UTC)", "LOST", "GPU TIME", "STALL", "REDONE", "DOWN")
     for each in loss.interruptions:
         about = "~" if each.is_estimated else ""
         shown.add_row(
             _name(each),
             _minute(each.ended_wall_s),
-            f"{about}{each.last_step}",
-            str(each.start_step),
+            human_s(each.lost_s),
+            human_s(each.lost_gpu_s),
             _seconds(each.stall_s),
             f"{about}{_seconds(each.redone_s)}",
             f"{about}{_seconds(each.down_s)}",
-            human_s(each.lost_s),
-            human_s(each.lost_gpu_s),
         )
     return shown
 
 
 def _down(loss: Loss) -> Table:
     """The parts of DOWN, in the order in which they happen."""
-    parts = [name.upper().replace("_", "-") for name in PARTS]
-    shown = table("GEN", *parts, "FETCHED", "LINKED")
+    shown = table("GEN", *(name.upper().replace("_", "-") for name in PARTS))
     for each in loss.interruptions:
+        shown.add_row(_name(each), *(_seconds(each.parts_s.get(name)) for name in PARTS))
+    return shown
+
+
+def _restored(loss: Loss) -> Table:
+    """The steps around the interruption, and where the bytes of the checkpoint came from."""
+    shown = table("GEN", "STEP", "FROM", "FETCHED", "LINKED")
+    for each in loss.interruptions:
+        about = "~" if each.is_estimated else ""
+        sizes = (each.bytes_fetched, each.bytes_linked)
         shown.add_row(
             _name(each),
-            *(_seconds(each.parts_s.get(name)) for name in PARTS),
-            *(
-                "?" if size_bytes is None else human_bytes(size_bytes)
-                for size_bytes in (each.bytes_fetched, each.bytes_linked)
-            ),
+            f"{about}{each.last_step}",
+            str(each.start_step),
+            *("?" if size_bytes is None else human_bytes(size_bytes) for size_bytes in sizes),
         )
     return shown
 
@@ -181,7 +175,7 @@ def _seconds(seconds: float | None) -> str:
     return "?" if seconds is None else human_s(seconds)
 
 
-def _summary(run_name: str, loss: Loss) -> Table:
+def _summary(loss: Loss) -> Table:
     lost_s = sum(each.lost_s for each in loss.interruptions)
     interruptions = counted(len(loss.interruptions), "interruption")
     lost_gpu = f"in {interruptions}, {human_s(loss.lost_gpu_s)} of GPU time"
@@ -189,7 +183,7 @@ def _summary(run_name: str, loss: Loss) -> Table:
     shown = table()
     for justify in ("left", "right", "left"):
         shown.add_column(justify=justify, no_wrap=True)
-    shown.add_row(f"run {run_name}", human_s(loss.wall_s), span)
+    shown.add_row("time", human_s(loss.wall_s), span)
     shown.add_row("productive", human_s(loss.productive_s), f"ETTR {_percent(loss.ettr)}")
     last_s = loss.last_hour_productive_s
     ratio = _percent(loss.ettr_last_hour)

@@ -30,10 +30,12 @@ from swansong_tools.commands.common import add_json, add_run, note, print_json, 
 from swansong_tools.commands.opening import Opened, opened
 from swansong_tools.commands.progress import ProgressDisplay
 from swansong_tools.commands.terminal import console, table
-from swansong_tools.units import human_age, human_bytes
+from swansong_tools.units import counted, human_age, human_bytes
 
 _NOTES_MAX = 5
-"""Damaged commits that are explained below the table."""
+"""Commits of one kind that are explained below the table."""
+_METRIC_CHARS_MAX = 12
+"""Length of the head of a metric in the table of 80 columns."""
 
 NOTES = "See docs/operations/restore.md."
 EXAMPLES = {
@@ -88,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
             columns = _wide(metric) if args.wide else _narrow(rows, metric)
             console(is_wide=args.wide).print(_table(rows, columns))
             _note_damaged(rows)
+            _note_reduced(rows)
         if args.newest is None:
             _note_lost(pins, rows)
     return 0
@@ -202,7 +205,17 @@ def _note_damaged(rows: list[dict[str, Any]]) -> None:
     for row in damaged[:_NOTES_MAX]:
         note(f"{_ref(row)} is damaged: {row['problem']}")
     if damaged[_NOTES_MAX:]:
-        note(f"{len(damaged) - _NOTES_MAX} further commits are damaged: see swansong ls --wide")
+        further = counted(len(damaged) - _NOTES_MAX, "further commit")
+        note(f"{further} damaged: see swansong ls --wide")
+
+
+def _note_reduced(rows: list[dict[str, Any]]) -> None:
+    reduced = [row for row in rows if row["problem"] is None and row["without_ranks"] is not None]
+    for row in reduced[:_NOTES_MAX]:
+        note(f"* {_ref(row)} is whole{_without(row)}: see docs/trainers/several-vms.md")
+    if reduced[_NOTES_MAX:]:
+        further = counted(len(reduced) - _NOTES_MAX, "further commit")
+        note(f"* {further} without a rank: see swansong ls --wide")
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,12 +246,12 @@ def _narrow(rows: list[dict[str, Any]], metric: str) -> list[_Column]:
     return [
         _Column("GEN", lambda row: row["generation"], is_right=True),
         _Column("STEP", lambda row: row["step"], is_right=True),
-        _Column("KIND", lambda row: row["kind"] or "?"),
+        _Column("KIND", lambda row: row["kind"] or "-"),
         *([] if is_whole else [_Column("WHOLE", _whole)]),
         _Column("AGE", _age, is_right=True),
         _Column("SIZE", lambda row: _size(row["size_bytes"]), is_right=True),
         _Column("ADDED", lambda row: _size(row["added_bytes"]), is_right=True),
-        _metric(metric),
+        _metric(metric, _METRIC_CHARS_MAX),
         _Column("PROTECTED", _reasons),
     ]
 
@@ -247,22 +260,24 @@ def _wide(metric: str) -> list[_Column]:
     return [
         _Column("GEN", lambda row: row["generation"], is_right=True),
         _Column("STEP", lambda row: row["step"], is_right=True),
-        _Column("KIND", lambda row: row["kind"] or "?"),
+        _Column("KIND", lambda row: row["kind"] or "-"),
         _Column("NODES", _nodes),
         _Column("COMPLETE", _complete),
         _Column("SIZE", lambda row: _size(row["size_bytes"]), is_right=True),
         _Column("ADDED", lambda row: _size(row["added_bytes"]), is_right=True),
         _Column("AGE", _age, is_right=True),
-        _Column("CREATED", lambda row: row["created"] or "?"),
+        _Column("CREATED", lambda row: row["created"] or "-"),
         *(_metric(name) for name in dict.fromkeys(("loss", metric))),
         _Column("HEALTHY", lambda row: {True: "yes", False: "no", None: "-"}[row["healthy"]]),
         _Column("PROTECTED", _reasons),
     ]
 
 
-def _metric(name: str) -> _Column:
-    head = str(printable(name)).upper()
-    return _Column(head, lambda row: _value(row, name), is_right=True)
+def _metric(name: str, most: int | None = None) -> _Column:
+    head = Text(str(printable(name)).upper())
+    if most is not None:
+        head.truncate(most, overflow="ellipsis")
+    return _Column(head.plain, lambda row: _value(row, name), is_right=True)
 
 
 def _value(row: dict[str, Any], name: str) -> str:
@@ -271,11 +286,11 @@ def _value(row: dict[str, Any], name: str) -> str:
 
 
 def _age(row: dict[str, Any]) -> str:
-    return "?" if row["age_s"] is None else human_age(row["age_s"])
+    return "-" if row["age_s"] is None else human_age(row["age_s"])
 
 
 def _size(size_bytes: int | None) -> str:
-    return "?" if size_bytes is None else human_bytes(size_bytes)
+    return "-" if size_bytes is None else human_bytes(size_bytes)
 
 
 def _nodes(row: dict[str, Any]) -> str:
@@ -285,7 +300,9 @@ def _nodes(row: dict[str, Any]) -> str:
 def _whole(row: dict[str, Any]) -> str:
     if row["problem"] is not None:
         return "damaged"
-    return f"yes{_without(row)}" if row["complete"] else _nodes(row)
+    if not row["complete"]:
+        return _nodes(row)
+    return "yes" if row["without_ranks"] is None else "yes*"
 
 
 def _without(row: dict[str, Any]) -> str:

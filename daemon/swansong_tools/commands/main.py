@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from swansong_bucket.errors import EXIT_CODES, ConfigError, SwansongError
+from swansong_bucket.errors import EXIT_CODES, ConfigError, SwansongError, Unreachable
 from swansongd import __version__
 from swansongd.config.config import DEFAULT_PATH
 
@@ -96,6 +96,13 @@ def _note(line: str) -> None:
     note(line)
 
 
+def _note_other_jobs(config: Path, command: str) -> None:
+    from swansong_tools.commands.jobs import other_jobs  # noqa: PLC0415 - as above
+
+    for job in other_jobs(config):
+        _note(f"other job of this VM: swansong --config {job} {command}")
+
+
 def _module(command: str) -> Any:
     return import_module(f"swansong_tools.commands.{command}")
 
@@ -113,9 +120,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             _note(problem)
         if error.hint:
             _note(error.hint)
+        if not args.config.exists():
+            _note_other_jobs(args.config, args.command)
         return error.exit_code
     except SwansongError as error:
         _note(error.line())
+        if isinstance(error, Unreachable):
+            _note_other_jobs(args.config, args.command)
         return error.exit_code
     except BrokenPipeError:
         # The reader closed the pipe.  Without this the interpreter prints an error when it flushes at exit.

@@ -133,7 +133,7 @@ def _subject(read: _Bucket) -> Subject:
         job=job,
         setup=_setup(read, gpus),
         notices=notices,
-        headline=_headline(job, notices),
+        headline=_headline(job, notices, is_silent=2 * silent > len(preemptions)),
         upkeep=_upkeep(read, job),
         loss=read.loss,
         rests_on=_rests_on(seen, config.run.mtbf_s),
@@ -349,8 +349,16 @@ def _notices(read: _Bucket) -> tuple[tuple[str, float], ...]:
     )
 
 
-def _headline(job: Job, notices: tuple[tuple[str, float], ...]) -> tuple[str, float]:
-    """The most frequent notice of the run; else the shortest one of a cloud."""
+def _headline(
+    job: Job, notices: tuple[tuple[str, float], ...], *, is_silent: bool
+) -> tuple[str, float]:
+    """The most frequent notice of the run; else the shortest one of a cloud.
+
+    Args:
+        is_silent: most interruptions had no usable notice.
+    """
+    if is_silent:
+        return "", 0.0
     noticed = [kind for kind in job.kinds if kind.grace_s > 0]
     if noticed:
         usual = max(noticed, key=lambda kind: kind.per_day)

@@ -16,6 +16,7 @@ from swansong_bucket.config.values import duration
 from swansong_bucket.errors import Stopped, Unreachable
 from swansong_bucket.model import Verdict
 from swansongd.config.config import load
+from swansongd.observe.phase import Phase
 from swansongd.observe.status import DaemonStatus, VerdictStatus, to_json
 from swansongd.sources.manual import identity_of
 
@@ -108,9 +109,13 @@ def give_notice(args: argparse.Namespace, *, drill: bool) -> int:
         if not args.wait:
             return _show(args, status)
         note("The notice is in force; waiting for the verdict.")
+        is_waiting = False
         while not (last := verdict_on(status, identity)):
             if not _is_in_force(status, identity):
                 raise Stopped("waiting for the verdict failed: the notice was withdrawn")
+            if not is_waiting and status.state == Phase.WAITING_FOR_TRAINER:
+                is_waiting = True
+                note("No trainer is connected: without one the verdict comes shortly before the end.")
             time.sleep(_POLL_S)
             status = daemon.status()
         _show(args, replace(status, verdict=last.verdict))

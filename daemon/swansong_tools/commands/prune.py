@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.table import Table
 from swansong_bucket.retention.prune import PruneDecision, PruneReport, prune
-from swansong_bucket.retention.retention import age_text
 from swansong_bucket.runs import catalog
 from swansong_bucket.util.printable import printable
 
@@ -20,7 +19,7 @@ from swansong_tools.commands.prices import add_prices, money, prices_of
 from swansong_tools.commands.progress import ProgressDisplay
 from swansong_tools.commands.terminal import console, table
 from swansong_tools.economics.cost import Prices, of_storage, with_list_prices
-from swansong_tools.units import counted, human_bytes
+from swansong_tools.units import counted, human_age, human_bytes
 
 NOTES = "See docs/operations/retention.md."
 EXAMPLES = {
@@ -105,7 +104,7 @@ def _table(decisions: list[PruneDecision]) -> Table:
         shown.add_row(
             str(decision.ref.generation),
             f"{decision.ref.step}{' (final)' * decision.ref.is_final}",
-            "?" if decision.age_s is None else age_text(decision.age_s),
+            "-" if decision.age_s is None else human_age(decision.age_s),
             human_bytes(decision.size_bytes),
             human_bytes(decision.freed_bytes) if goes else "-",
             str(printable(_decision(decision))),

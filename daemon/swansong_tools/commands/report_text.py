@@ -75,7 +75,8 @@ def lines(report: RunReport, *, is_unicode: bool = True) -> Iterator[Text]:
 
 def _headline(report: RunReport) -> Iterator[Text]:
     loss, commits = report.loss, report.history.commits
-    yield Text(_cut(f"run {report.run}, {minute(report.written_wall_s)} UTC", WIDTH), "bold")
+    for line in _wrapped(f"run {report.run}, {minute(report.written_wall_s)} UTC"):
+        yield Text(line.plain, "bold")
     yield from _wrapped(summary(report))
     newest = commits.newest_whole
     count = len(commits.commits) + commits.left_out
@@ -124,9 +125,9 @@ def _story(report: RunReport, story: Story, *, is_unicode: bool) -> Iterator[Tex
         yield _fact("", f"{line.name}: {line.outcome}{plan}")
 
 
-def _wrapped(sentence: str) -> Iterator[Text]:
+def _wrapped(sentence: str, columns: int = WIDTH - 2) -> Iterator[Text]:
     """Lines of a sentence by columns, not by characters: a wide character takes two."""
-    for line in Text(sentence).wrap(_WRAPPER, WIDTH - 2):
+    for line in Text(sentence).wrap(_WRAPPER, columns):
         line.rstrip()
         yield line
 
@@ -135,8 +136,10 @@ def _picture(picture: Picture, *, is_unicode: bool) -> Iterator[Text]:
     for lane in (*picture.old_vm, *picture.next_vm):
         line = Text(set_cell_size(_cut(lane.name, _NAME - 1), _NAME))
         line.append_text(_bars(lane, picture, is_unicode=is_unicode))
-        line.append(f" {_cut(lane.note, _NOTE)}", "dim")
-        yield line
+        note, *more = _wrapped(lane.note, _NOTE)
+        yield line.append(f" {note}", "dim")
+        for each in more:
+            yield Text(f"{'':<{WIDTH - _NOTE}}{each}", "dim")
     axis = [" "] * _BARS
     for tick in picture.ticks:
         label = human_time(tick.time_s)

@@ -30,7 +30,8 @@ from swansong_tools.commands.run_supervisor import Supervisor
 NOTES = """\
 The trainer gets SWANSONG_SOCKET, resumes from the newest commit, and is restarted after a failure.
 A configured daemon of this machine serves the trainer. Without a configuration the command starts one, in
-$XDG_STATE_HOME/swansong/RUN (default ~/.local/state/swansong/RUN), without root or systemd.
+$XDG_STATE_HOME/swansong/RUN (default ~/.local/state/swansong/RUN), without root or systemd, and starts it
+again if it crashes or does not answer for 45 s.
 Ctrl-C and SIGTERM save a checkpoint, await the verdict and end the trainer; Ctrl-C twice ends all at once.
 The exit code is the trainer's: 0 if it has finished, 75 (swansong.EXIT_SAVED) if a checkpoint is saved.
 After Ctrl-C or SIGTERM, 75 means SAFE. A signal N that ends the trainer gives 128 + N, Ctrl-C twice 130."""

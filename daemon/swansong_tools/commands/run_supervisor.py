@@ -37,6 +37,8 @@ _LOOK_S, _LOOK_SOON_S = 1.0, 0.2
 """Time between two looks at the status, without and with an evacuation."""
 _RESTART_S = 1.0
 _READY_LIMIT_S = 60.0
+_HANG_LIMIT_S = 45.0
+"""A daemon that does not answer for this long is killed, as with ``WatchdogSec=`` of the daemon's unit."""
 _STOP_LIMIT_S = 10.0
 """Time for a trainer to end after its signal, and for the daemon."""
 _UPLOAD_LIMIT_S = 300.0
@@ -74,6 +76,8 @@ class Supervisor:
     _trainer: subprocess.Popen[bytes] | None = None
     _start_daemon_mono_s: float = 0.0
     _look_mono_s: float = 0.0
+    _hang_mono_s: float = math.inf
+    """The daemon hangs if it has not answered by then."""
     _status: DaemonStatus | None = None
     """None while the daemon does not answer."""
     _has_been_ready: bool = False
@@ -139,6 +143,10 @@ class Supervisor:
                 self._start_daemon(self.config)
             if time.monotonic() >= self._look_mono_s:
                 self._look()
+            if self._daemon and self._has_been_ready and time.monotonic() >= self._hang_mono_s:
+                _say("the daemon hangs: it does not answer; killing it")
+                self._daemon.kill()
+                self._hang_mono_s = math.inf
         return True
 
     def _note_ends(self, ended: dict[int, int]) -> None:
@@ -162,9 +170,12 @@ class Supervisor:
                 self._status = daemon.status()
         except Unreachable:
             self._status = None
+            # Counted from a query without an answer: this process may have been stopped, too.
+            if self._hang_mono_s == math.inf:
+                self._hang_mono_s = time.monotonic() + _HANG_LIMIT_S
         else:
             self._report(self._status)
-            self._has_been_ready = True
+            self._has_been_ready, self._hang_mono_s = True, math.inf
         is_urgent = self._status is None or self._status.evacuation is not None
         self._look_mono_s = time.monotonic() + (_LOOK_SOON_S if is_urgent else _LOOK_S)
 
@@ -201,6 +212,7 @@ class Supervisor:
         program = (sys.executable, "-P", "-m", "swansongd.service.main", "--config", str(config))
         with open(self.log, "ab") as log:
             self._daemon = processes.start(program, env, stdin=subprocess.DEVNULL, output=log)
+        self._hang_mono_s = time.monotonic() + _READY_LIMIT_S
 
     def _start_trainer(self) -> subprocess.Popen[bytes]:
         self._has_connected = False

@@ -12,6 +12,7 @@ from swansongd.trainers import unconnected
 
 from swansong_tools.commands.client import DaemonClient
 from swansong_tools.commands.common import add_json, interval, print_json
+from swansong_tools.commands.jobs import other_jobs
 
 NOTES = "The caller must be root, the daemon's user, or one of trainer.users."
 EXAMPLES = {
@@ -56,5 +57,5 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from swansong_tools.commands.view.once import print_status  # noqa: PLC0415 - slow to import
 
-    print_status(status, search.found)
+    print_status(status, search.found, other_jobs(args.config))
     return 0

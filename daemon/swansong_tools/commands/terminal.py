@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-_WIDE = 400
+_WIDTH, _WIDE = 80, 400
 
 
 class _Console(Console):
@@ -21,18 +21,17 @@ class _Console(Console):
         raise BrokenPipeError  # main() handles it; the method of the base class would exit
 
 
-def console(*, is_wide: bool = False, lines_width: int = _WIDE) -> Console:
-    """Standard output for tables.
+def console(*, is_wide: bool = False) -> Console:
+    """Standard output for tables: as wide as the terminal, and 80 columns without one.
 
     Args:
-        is_wide: no cell is truncated in a terminal.
-        lines_width: columns without a terminal; the default truncates no cell, and wraps none.
+        is_wide: no cell is truncated.
     """
     # A terminal without Unicode shows question marks.  Some streams cannot change.
     if isinstance(sys.stdout, io.TextIOWrapper):
         with suppress(OSError):
             sys.stdout.reconfigure(errors="replace")
-    width = _WIDE if is_wide else None if sys.stdout.isatty() else lines_width
+    width = _WIDE if is_wide else None if sys.stdout.isatty() else _WIDTH
     return _Console(highlight=False, markup=False, width=width)
 
 

@@ -241,7 +241,9 @@ def _request(entries: Sequence[TimelineEntry]) -> Lane | None:
     agreed = first_entry(later, "target") or _last(later, "accepted")
     ended = agreed or first_entry(later, "sealed", *_ENDED)
     to_s = asked.at_s if ended is None else ended.at_s
-    ranks = sum(entry.phase == "accepted" for entry in later)
+    # A rank accepts each request again after a failed save.
+    accepted = [entry.facts for entry in later if entry.phase == "accepted"]
+    ranks = len({facts.get("rank", facts.get("pid")) for facts in accepted})
     counted_ranks = counted(ranks, "rank") if ranks else ""
     return Lane(
         "Request",

@@ -23,13 +23,13 @@ def shown(capfd: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_the_example_of_the_page_is_the_output(capfd: pytest.CaptureFixture[str]) -> None:
     """Each number of the worked example is recomputed; no configuration is read."""
-    example = re.search(
+    examples = re.findall(
         r"^```\n\$ swansong advise (.*)\n((?:.*\n)*?)\.\.\.\n```$", PAGE, re.MULTILINE
     )
-    assert example
-    words, output = example.groups()
-    found = [line.rstrip() for line in shown(capfd, *shlex.split(words)).splitlines()]
-    assert found[: output.count("\n")] == output.splitlines()
+    assert len(examples) == 2
+    for words, output in examples:
+        found = [line.rstrip() for line in shown(capfd, *shlex.split(words)).splitlines()]
+        assert found[: output.count("\n")] == output.splitlines()
 
 
 def test_every_field_is_named(capfd: pytest.CaptureFixture[str]) -> None:
@@ -81,12 +81,24 @@ def test_a_run_that_makes_no_progress_is_named(capfd: pytest.CaptureFixture[str]
 
 
 def test_without_a_notice_half_an_interval_is_lost(capfd: pytest.CaptureFixture[str]) -> None:
-    """``--notice 0s``: there is no margin to show."""
-    words = ("--size", "1GB", "--bandwidth", "1GB/s", "--notice", "0s", "--interval", "10m")
-    found = json.loads(shown(capfd, *words, "--json"))
+    """``--notice 0s``: without a margin, the verdict is the cost of the interval and of the best one."""
+    words = ("--size", "1GB", "--bandwidth", "1GB/s", "--notice", "0s", "--interval")
+    found = json.loads(shown(capfd, *words, "10m", "--json"))
     assert found["margins"] == []
     assert found["job"]["uncovered_per_day"] == found["job"]["interruptions_per_day"] == 6
-    assert found["verdict"].startswith("A preemption without a notice would lose 5.03 min")
+    best_s = found["interval"]["recommended_s"]
+    assert best_s == found["interval"]["daly_s"] < 600
+    best = json.loads(shown(capfd, *words, f"{best_s}s", "--json"))
+    costs = {
+        each["interval"]["in_use_s"]: (day["saves_s"] + day["redone_s"]) / 864
+        for each in (found, best)
+        for day in [each["expected_per_day"]]
+    }
+    assert costs[best_s] < costs[600]
+    for words in ("repeats 5.03 min of training", "every 10 min.", f"costs {costs[600]:.2g} % of"):
+        assert words in found["verdict"]
+    assert found["verdict"].endswith(f"the best interval, it would cost {costs[best_s]:.2g} %.")
+    assert "no other interval costs less" in best["verdict"]
 
 
 @pytest.mark.fault("OA02")

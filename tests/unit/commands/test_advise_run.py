@@ -349,6 +349,16 @@ def test_a_notice_that_was_too_short_is_one_all_the_same() -> None:
     assert "0 of them without" in subject.rests_on
 
 
+def test_a_cloud_that_gives_no_notice_gets_the_cost_of_its_interval() -> None:
+    """Two of three VMs ended without a notice: the verdict is not on the notice of the third."""
+    found = told([STAY, STAY, STAY, STAY])
+    subject = measured._subject(read_of(found, [], [evacuation_of(found[0])]))
+    assert subject.headline == ("", 0.0)
+    verdict = advise_text.verdict(subject)
+    assert verdict.startswith("Without a usable notice, an interruption repeats ")
+    assert "of the run" in verdict
+
+
 def test_the_most_frequent_notice_comes_first() -> None:
     """The verdict is on the notice that this run gets."""
     found = told([STAY, STAY, STAY, STAY])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swansong import bounds
 from swansong_bucket.format import resumption as resumptions
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.loss_records import PARTS
@@ -149,12 +150,28 @@ def test_a_run_without_training_is_no_error(
     assert "has not trained yet" in capfd.readouterr().err
 
 
-def test_the_tables_fit_into_80_columns(capfd: pytest.CaptureFixture[str]) -> None:
-    """All marks are explained below the tables."""
-    command._print("my-run", a_loss(), 3)
+@pytest.mark.parametrize("is_hostile", [False, True])
+def test_the_tables_fit_into_80_columns(
+    is_hostile: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No figure is cut, the sum comes first, and all marks are explained below the tables."""
+    loss = a_loss()
+    if is_hostile:
+        large = {
+            "generation": bounds.GENERATION_MAX, "last_step": bounds.STEP_MAX, "is_skewed": True,
+            "start_step": bounds.STEP_MAX, "stall_s": 1e9, "ranks": bounds.RANKS_MAX,
+            "bytes_fetched": bounds.BYTES_MAX, "bytes_linked": bounds.BYTES_MAX, "redone_s": 1e9,
+            "down_s": 1e9, "parts_s": dict.fromkeys(PARTS[1:], 1e9), "is_same_vm": True,
+        }  # fmt: skip
+        known = [each for each in loss.interruptions if each.stall_s is None]
+        loss = replace(loss, interruptions=tuple(replace(each, **large) for each in known))
+    command._print("r" * 100 if is_hostile else "my-run", loss, 1 if is_hostile else 3)
     shown = capfd.readouterr().out
     assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80, shown
-    assert "3 older generations" in shown
+    assert "…" not in shown
+    assert shown.startswith("run ")
+    assert shown.index("productive") < shown.index("GEN")
+    assert ("1 older generation left" if is_hostile else "3 older generations left") in shown
     for mark in ("~", "^", "?"):
         assert re.search(rf"^\{mark}  ", shown, re.MULTILINE), shown
     assert "ETTR" in shown
@@ -165,8 +182,8 @@ def test_the_example_on_the_page_explains_its_marks(capfd: pytest.CaptureFixture
     command._print("my-run", a_loss(), 0)
     shown = capfd.readouterr().out
     remarks = re.findall(r"^([~^?*])  (\S.*)$", shown, re.MULTILINE)
-    example = PAGE.partition("```\nGEN ")[2].partition("```")[0]
-    tables = example.partition("\nrun my-run")[0]
+    example = PAGE.partition("```\nrun my-run\n")[2].partition("```")[0]
+    tables = example.partition("\n~  ")[0]
     assert {mark for mark, _ in remarks} == {"~", "^", "?"}
     for mark, text in remarks:
         assert (mark in tables) == (f"{mark}  {text.strip()}\n" in example), mark

@@ -57,22 +57,33 @@ def test_added_bytes_are_those_of_the_commit_itself() -> None:
     assert ls.rows_of(here, 1, is_quiet=True) == [newer]
 
 
-def test_the_table_fits_80_columns() -> None:
-    """The widest values are whole, and only the reasons give way."""
-    head, *body = lines([WORST, WORST], ls._narrow([WORST], "loss"))
+@pytest.mark.parametrize("metric", ["loss", "validation_accuracy_of_the_best", "漢" * 64])
+@pytest.mark.parametrize("changes", [{}, {"without_ranks": "12, 13", "complete": True}])
+def test_the_table_fits_80_columns(metric: str, changes: dict[str, Any]) -> None:
+    """The widest values are whole, and only the reasons and the name of a metric give way."""
+    row = {**WORST, "health": {metric: 1.23456e-9}, **changes}
+    head, *body = lines([row, row], ls._narrow([row], metric))
     assert len(body) == 2
     assert max(map(cell_len, (head, *body))) <= 80
     for value in (
         "99999",
         "9999999999",
         "emergency",
-        "127/128",
-        "8.3 d ago",
+        "yes*" if changes else "127/128",
+        "8.3 d",
         "999 GB",
         "1.23456e-09",
     ):
         assert value in body[0]
     assert body[0].endswith("…")
+
+
+def test_a_value_that_is_not_known_is_a_dash() -> None:
+    """Such as the age in a store without times, and all facts of a damaged commit."""
+    unknown = dict.fromkeys(("kind", "size_bytes", "added_bytes", "loss", "age_s"))
+    row = {**WORST, **unknown, "health": {}, "problem": "damaged", "protected": [], "pins": []}
+    cells = lines([row], ls._narrow([row], "loss"))[1].split()
+    assert cells == ["99999", "9999999999", "-", "damaged", "-", "-", "-", "-", "-"]
 
 
 def test_columns_that_say_nothing_are_left_out() -> None:
@@ -94,8 +105,8 @@ def test_the_wide_table_has_all_reasons() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0 s ago"), (45, "45 s ago"), (119, "119 s ago"), (200, "3.3 min ago"),
-     (11_000, "3.1 h ago"), (100_000, "28 h ago"), (9e6, "104 d ago")],
+    [(0, "0 s"), (45, "45 s"), (119, "119 s"), (200, "3.3 min"), (599, "10 min"),
+     (11_000, "3.1 h"), (100_000, "28 h"), (9e6, "104 d"), (1e9, "11574 d")],
 )  # fmt: skip
 def test_ages_have_two_digits(seconds: float, text: str) -> None:
     """An age fits its column."""

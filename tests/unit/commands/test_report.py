@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 from swansong_tools.commands import main
 
 from testkit import REPOSITORY, past_run
@@ -46,6 +47,20 @@ def test_every_field_is_explained(config: str, capfd: pytest.CaptureFixture[str]
     fields |= names_of(report["commits"])
     named = set(re.findall(r"`(\w+)`", PAGE))
     assert fields - named - {"run", "store", "written", "final"} == set()
+
+
+@pytest.mark.parametrize("command", ["advise", "loss", "ls", "report"])
+def test_no_line_has_more_than_80_columns(
+    command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without a terminal as in one, also for the longest name of a run; no figure is unknown."""
+    run = "r" * 100
+    past_run.write(file_store(tmp_path / "bucket"), run)
+    config = configuration(tmp_path, run=run)
+    assert main.main(["--config", str(config), command]) == 0
+    shown = capfd.readouterr().out
+    assert max(map(cell_len, shown.splitlines())) <= 80, shown
+    assert not re.search(r"(?<![\d,.])1 \w+s\b|\?|\de[+-]\d", shown), shown
 
 
 def test_the_page_replaces_the_file_as_a_whole(

@@ -173,11 +173,11 @@ def test_the_countdown_continues_without_the_daemon() -> None:
     away = Away(since_mono_s=40.0, since_wall_s=NOON_WALL_S, reason="connecting failed\x1b[2J")
     seen = [each for _, each in statuses()]
     lines = drawn(frame_of(*seen, away=away, late_s=12.0))
-    assert lines[0].startswith(" DAEMON AWAY since 12:00:00 UTC (35 s)")
+    assert lines[0].startswith(" DAEMON NOT RESPONDING since 12:00:00 UTC (35 s)")
     assert any("connecting failed\\x1b[2J" in line for line in lines)
     assert any("75 s left" in line for line in lines)
     (first, *_) = drawn(frame_of(away=away))
-    assert first.startswith(" DAEMON AWAY")
+    assert first.startswith(" DAEMON NOT RESPONDING")
 
 
 def test_each_notice_has_a_countdown() -> None:

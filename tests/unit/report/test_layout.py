@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -49,6 +50,14 @@ def test_the_lanes_of_a_preemption(past: RunHistory) -> None:
     (follow_up,) = lane(made, "Follow-ups").bars
     assert (follow_up.kind, follow_up.from_s, follow_up.to_s) == ("work", 52.5, 95.2)
     assert lane(made, "Follow-ups").note == "1 of 1 committed, step 5119"
+
+
+def test_a_rank_that_accepts_again_counts_once(past: RunHistory) -> None:
+    """After a failed save the daemon asks the same ranks again."""
+    recorded = stories(past, losses.loss(past.lives.lives))[0].recorded
+    again = [entry for entry in recorded.timeline if entry.phase == "accepted"]
+    twice = replace(recorded, timeline=(*recorded.timeline, *again))
+    assert f"{len(again)} ranks" in lane(course(twice, None, None), "Request").note
 
 
 def test_the_parts_of_the_resumption_are_those_of_the_loss(past: RunHistory) -> None:

@@ -164,7 +164,7 @@ def _clock(wall_s: float) -> str:
 
 
 def _away(frame: Frame, away: Away) -> str:
-    text = f" DAEMON AWAY since {_clock(away.since_wall_s)} UTC"
+    text = f" DAEMON NOT RESPONDING since {_clock(away.since_wall_s)} UTC"
     text += f" ({human_s(round(frame.now_mono_s - away.since_mono_s))})"
     return f"{text}; this is its last report" if frame.status else text
 

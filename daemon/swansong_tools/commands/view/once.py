@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from rich.table import Table
 from swansongd.observe.status import DaemonStatus, GpuHealthStatus, HealthStatus, TrainerStatus
 from swansongd.trainers.unconnected import Unconnected
 
 from swansong_tools.commands.terminal import console, table
-from swansong_tools.commands.view.rows import level_of, rows, word
+from swansong_tools.commands.view.rows import Row, level_of, rows, word
 from swansong_tools.units import human_s
 
 _LISTINGS = (
@@ -20,20 +21,32 @@ _LISTINGS = (
 )
 
 
-def print_status(status: DaemonStatus, others: Sequence[Unconnected] = ()) -> None:
-    """Print a status, and the processes that are not connected, on standard output."""
-    out = console(lines_width=80)
-    out.print(_summary(status, others))
+def print_status(
+    status: DaemonStatus, others: Sequence[Unconnected] = (), jobs: Sequence[Path] = ()
+) -> None:
+    """Print a status on standard output.
+
+    Args:
+        others: processes that are not connected.
+        jobs: configurations of the other jobs of this VM.
+    """
+    out = console()
+    out.print(_summary([*rows(status, others), *_jobs(jobs)]))
     for listing in listings(status):
         out.print()
         out.print(listing)
 
 
-def _summary(status: DaemonStatus, others: Sequence[Unconnected]) -> Table:
+def _jobs(jobs: Sequence[Path]) -> Iterator[Row]:
+    for job in jobs:
+        yield Row("other job", f"swansong --config {job} status")
+
+
+def _summary(found: Sequence[Row]) -> Table:
     summary = table()
     summary.add_column(style="bold", no_wrap=True)
     summary.add_column(overflow="fold")
-    for row in rows(status, others):
+    for row in found:
         summary.add_row(row.label, row.text, style=row.style)
     return summary
 
