@@ -117,6 +117,8 @@ _EXIT_COMMAND_S = 4.0
 """A command that orders the next VM, and began at the notice of a shutdown, needs seconds."""
 _STOP_EXTENSION_S = 10.0
 """Longer than one pass of the decision loop, and longer than the end of the daemon takes."""
+_HANG_S = 20.0
+"""A decision loop that has begun no pass for this long hangs: the daemon gives no status."""
 _JUDGEMENTS_MAX = 4
 
 _log = structlog.get_logger(__name__)
@@ -148,6 +150,7 @@ class Service:
         self._signals: deque[int] = deque()
         self._stop = threading.Event()
         self._exit: Exit | None = None
+        self._turned_mono_s = time.monotonic()
         boot_id = boot.boot_id()
         self._notifier = SystemdNotifier(os.environ)
         self._fdstore = FdStore(self._notifier, os.environ, boot_id=boot_id)
@@ -328,6 +331,7 @@ class Service:
         return self._decisions.state
 
     def _turn(self) -> None:
+        self._turned_mono_s = time.monotonic()
         event = self._inbox.get(self._tick_s()) or Tick()
         while self._signals:
             self._decisions.guarded("signal", partial(self._on_signal, self._signals.popleft()))
@@ -541,7 +545,9 @@ class Service:
 
     def _answer(self, message: protocol.Message, reply: Any) -> None:
         if isinstance(message, protocol.StatusQuery):
-            reply(protocol.Status(report=to_json(status_of(self._snapshot()))))
+            # The channel's own thread still runs, and whoever asks must see that this daemon decides nothing.
+            if time.monotonic() - self._turned_mono_s < _HANG_S:
+                reply(protocol.Status(report=to_json(status_of(self._snapshot()))))
         elif isinstance(message, protocol.Notify):
             notice = manual.notice_of(message, now_mono_s=time.monotonic())
             self._post(NoticeRaised(notice))
