@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from swansong_bucket.model import GpuHealth, GpuRecord, GpuStatus, Health, Sever
 from swansongd.config.config import DeadlineConfig, SourcesConfig
 from swansongd.core.events import GpusRead
 from swansongd.sources import detect, gpu
-from swansongd.sources.gpu import PROBE, GpuSource
+from swansongd.sources.gpu import GpuSource
 from swansongd.sources.opening import open_sources
 
 from testkit.fake_nvml import FakeNvml, has_compiler
@@ -23,6 +25,9 @@ from testkit.source_run import SourceRun
 from testkit.waiting import until
 
 BLIND_S = 3.0
+QUICK = "from swansongd.sources import nvml; nvml.POLL_S = 0.2; nvml.main()"
+PROBE = (sys.executable, "-I", "-c", QUICK)
+"""The probe, which reads more often."""
 
 
 @pytest.fixture
@@ -78,8 +83,12 @@ class Watched(SourceRun):
     """A running source and its newest statuses."""
 
     def __init__(self, **options: Any) -> None:
-        options = {"kernel_log": Path("/nonexistent"), "blind_after_s": BLIND_S, **options}
-        super().__init__(GpuSource(monotonic=time.monotonic, **options))
+        settings: dict[str, Any] = {
+            "kernel_log": Path("/nonexistent"),
+            "blind_after_s": BLIND_S,
+            "probe": PROBE,
+        }
+        super().__init__(GpuSource(monotonic=time.monotonic, **{**settings, **options}))
 
     @property
     def gpus(self) -> tuple[GpuStatus, ...]:
@@ -156,12 +165,17 @@ def test_a_library_that_crashes_or_returns_garbage(nvml: FakeNvml) -> None:
     with Watched() as run:
         run.becomes(GpuHealth.OK)
         nvml.set(crash=1)
-        run.await_health(Health.BLIND)
+        run.await_health(Health.BLIND, "crashes")
         nvml.set(crash=0)
         run.await_health(Health.OK)
-        for garbage in ({"count": 4_000_000_000}, {"0.pci": "somewhere"}, {"init": 999}):
+        endless: dict[str, Any] = {"count": 4_000_000_000}  # which ends the probe
+        for garbage, words in (
+            (endless, "4000000000 GPUs"),
+            ({"0.pci": "somewhere"}, "somewhere"),
+            (endless | {"init": 999}, "Unknown Error"),
+        ):
             nvml.set(**garbage)
-            run.await_health(Health.DEGRADED, "NVML")
+            run.await_health(Health.DEGRADED, words)
             nvml.set(**{"count": 1, "0.pci": "00000000:00:00.0", "init": 0})
             run.await_health(Health.OK)
         assert [g.health for g in run.gpus] == [GpuHealth.OK]
@@ -192,7 +206,7 @@ def test_a_machine_without_the_driver_starts_the_probe_once(
     stale.is_there = is_stale
     monkeypatch.setattr(gpu, "_DRIVER_PATHS", (path, stale))
     monkeypatch.setattr(gpu, "_DRIVER_LOOK_S", 0.01)
-    probe = ("/bin/sh", "-c", f"echo started >>{starts}; exec {' '.join(PROBE)}")
+    probe = ("/bin/sh", "-c", f"echo started >>{starts}; exec {shlex.join(PROBE)}")
     nvml.set(init=9)
     with Watched(probe=probe) as run:
         run.await_health(Health.UNSUPPORTED, "no NVIDIA driver")

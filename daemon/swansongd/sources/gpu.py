@@ -282,8 +282,9 @@ class _Probe:
         self._buffer = b""
         self._heard_mono_s = monotonic()
         self._retry_mono_s = monotonic()
+        self._has_printed = False
         self.failure = ""
-        """Why the process could not be started."""
+        """Why the process could not be started, or has ended before it printed a line."""
 
     @property
     def fd(self) -> int | None:
@@ -306,7 +307,7 @@ class _Probe:
             self._start(now)
 
     def _start(self, now_mono_s: float) -> None:
-        self._heard_mono_s = now_mono_s
+        self._heard_mono_s, self._has_printed = now_mono_s, False
         try:
             self._process = subprocess.Popen(  # noqa: S603
                 self._command,
@@ -332,13 +333,15 @@ class _Probe:
         except BlockingIOError:
             return []
         if not data:
+            if not self._has_printed and not self.is_silent:
+                self.failure = "its process crashes"
             self.end()  # it has closed its output, as it does when it ends
             return []
         self._buffer += data
         *lines, self._buffer = self._buffer.split(b"\n")
         self._buffer = self._buffer[-_BUFFER_MAX_BYTES:]
         if lines:
-            self._heard_mono_s = self._monotonic()
+            self._heard_mono_s, self._has_printed = self._monotonic(), True
         return lines
 
     def record_reading(self) -> None:
