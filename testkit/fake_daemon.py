@@ -42,13 +42,9 @@ class FakeDaemon:
 
     Args:
         directory: for the socket, and the staging directory, which :meth:`stop` keeps.
-        target: computes the target from the greatest step when all connected ranks have accepted; None sends
-            no target.
     """
 
-    def __init__(
-        self, directory: Path, *, target: Callable[[int], int] | None = lambda step: step + 1
-    ) -> None:
+    def __init__(self, directory: Path) -> None:
         self.path = str(directory / "trainer.sock")
         self.staging = directory / "run"
         self.staging.mkdir(exist_ok=True)
@@ -57,8 +53,9 @@ class FakeDaemon:
         self.commits = True
         """Whether a set is committed as soon as a rank has sealed it."""
         self.is_signed = False
+        self.sends_targets = True
+        """Whether the step after the greatest one is the target, when all connected ranks have accepted."""
         self.received: list[Message] = []
-        self._target = target
         self._lock = threading.Lock()
         self._connections: list[socket.socket] = []
         self._accepted: dict[str, dict[int, int]] = {}
@@ -194,13 +191,13 @@ class FakeDaemon:
             if found is None:
                 return [Restored(message.query_id)]
             return [Restored(message.query_id, path=str(found[0]), step=found[1], generation=1)]
-        if isinstance(message, Accepted) and self._target is not None:
+        if isinstance(message, Accepted) and self.sends_targets:
             with self._lock:
                 accepted = self._accepted.setdefault(message.request_id, {})
                 accepted[connection.fileno()] = message.step
                 if len(accepted) < len(self._connections):
                     return []
-                target = Target(message.request_id, self._target(max(accepted.values())))
+                target = Target(message.request_id, max(accepted.values()) + 1)
                 for other in self._connections:
                     other.send(protocol.encode(target))
         return []

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 import urllib.parse
 import urllib.request
 import uuid
@@ -317,26 +316,3 @@ def every_call(store: ObjectStore, key: str = "key") -> dict[str, Callable[[], o
         "folders": lambda: store.folders("", None),
         "delete": lambda: store.delete(key),
     }
-
-
-def in_threads(count: int, work: Callable[[int], None]) -> None:
-    """Run ``work(0..count-1)`` in parallel; raises the first error."""
-    errors: list[BaseException] = []
-    barrier = threading.Barrier(count)
-
-    def run(number: int) -> None:
-        try:
-            barrier.wait(timeout=20)
-            work(number)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(n,), daemon=True) for n in range(count)]
-    for thread in threads:
-        thread.start()
-    end_mono_s = time.monotonic() + 60
-    for thread in threads:
-        thread.join(timeout=max(0.0, end_mono_s - time.monotonic()))
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]

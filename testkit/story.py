@@ -19,6 +19,8 @@ from swansong_bucket.model import (
     CheckpointKind,
     CommitRef,
     DeadlineQuality,
+    GpuHealth,
+    GpuStatus,
     Health,
     Notice,
     Parent,
@@ -41,6 +43,7 @@ from swansongd.core.events import (
     Conclude,
     Flushed,
     GenerationClaimed,
+    GpusRead,
     NoticeRaised,
     NoticeWithdrawn,
     ProcessFound,
@@ -78,6 +81,7 @@ def a_notice(
     severity: Severity = Severity.IMMINENT,
     identity: str = "",
     kind: str = "reclaim",
+    quality: DeadlineQuality = DeadlineQuality.STATED,
 ) -> Notice:
     return Notice(
         source=source,
@@ -85,7 +89,7 @@ def a_notice(
         identity=identity or f"{source}:1",
         severity=severity,
         deadline_mono_s=deadline_mono_s,
-        deadline_quality=DeadlineQuality.STATED,
+        deadline_quality=quality,
     )
 
 
@@ -124,6 +128,19 @@ def shards_of(staged: Staged, flush_id: str = "f") -> tuple[StoredShard, ...]:
             chunk_bytes=max(CHUNK_BYTES_MAX, file.size_bytes // 64),  # some are out of this world
         )
         for file in staged.files
+    )
+
+
+def a_gpu(health: GpuHealth = GpuHealth.OK, *, index: int = 0) -> GpuStatus:
+    return GpuStatus(
+        pci=f"0000:{index:02x}:00",
+        index=index,
+        uuid=f"GPU-{index}",
+        name="NVIDIA H100",
+        health=health,
+        reason="Xid 95",
+        since_mono_s=1000.0,
+        xids={"dying": 1},
     )
 
 
@@ -273,10 +290,15 @@ class Story:
         *,
         severity: Severity = Severity.IMMINENT,
         identity: str = "",
+        quality: DeadlineQuality = DeadlineQuality.STATED,
     ) -> Notice:
         self.now += 0.01  # every scan so far began before it
         raised = a_notice(
-            source, deadline_mono_s=self.now + in_s, severity=severity, identity=identity
+            source,
+            deadline_mono_s=self.now + in_s,
+            severity=severity,
+            identity=identity,
+            quality=quality,
         )
         self.tell(NoticeRaised(raised))
         return raised
@@ -288,6 +310,11 @@ class Story:
         """A source, or the store, reports its health."""
         status = SourceStatus(source=source, health=health, reason=reason, since_mono_s=self.now)
         return self.tell(SourceChanged(status))
+
+    def read_gpus(self, *healths: GpuHealth) -> list[Action]:
+        """The health of each GPU of the VM is read."""
+        gpus = tuple(a_gpu(health, index=index) for index, health in enumerate(healths))
+        return self.tell(GpusRead(gpus))
 
     def join(
         self,

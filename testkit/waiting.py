@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting in tests: for a condition, with a limit, never for a fixed time."""
+"""Waiting in tests: for a condition or for threads, with a limit, never for a fixed time."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,3 +35,29 @@ def until(
             return value
         assert time.monotonic() < end, f"timed out after {timeout_s} s: {what or predicate}"
         time.sleep(every_s)
+
+
+def in_threads(count: int, work: Callable[[int], T]) -> list[T]:
+    """Call ``work(0)`` to ``work(count - 1)`` at the same time, and return the results.
+
+    Raises:
+        BaseException: the first one of a call.
+    """
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(count)
+
+    def run(number: int) -> None:
+        try:
+            barrier.wait(timeout=20)
+            results[number] = work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(n,), daemon=True) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    until(lambda: not any(thread.is_alive() for thread in threads), what="the end of all threads")
+    if errors:
+        raise errors[0]
+    return [results[number] for number in range(count)]

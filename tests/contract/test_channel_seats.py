@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -331,21 +330,6 @@ def test_pending_restore_queries_are_bounded() -> None:
             client.send(protocol.RestoreQuery(f"more{number}"))
         assert "wait for their answers" in client.refusal()
         assert set(restores.asked) == {*(f"q{n}" for n in range(QUERIES_MAX)), "more0"}
-
-
-@pytest.mark.fault("S12", "S13")
-def test_a_huge_query_id_ends_only_the_connection_of_its_sender() -> None:
-    """An id is copied into each answer: one of 65,480 characters would leave no room for the rest."""
-    restores = Restores()
-    with RunningChannel(answer=restores) as running, running.joined() as other:
-        other.send(protocol.RestoreQuery("short"))
-        with running.joined() as client:
-            client.send(json.dumps({"type": "restore_query", "query_id": "x" * 65_480}).encode())
-            assert "restore_query: query_id has 65480 characters" in client.refusal()
-        until(lambda: "short" in restores.asked)
-        restores.asked["short"](protocol.Restored("short", path="/x"))
-        assert other.receive() == protocol.Restored("short", path="/x")
-        assert set(restores.asked) == {"short"}
 
 
 @pytest.mark.fault("S12", "H07")

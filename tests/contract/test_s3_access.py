@@ -24,7 +24,8 @@ from swansong_bucket.stores.s3.store import S3Store
 
 from testkit.bodies import CountedSink
 from testkit.raw_server import RawServer, answering
-from testkit.store_backends import Cloud, in_threads, retrying
+from testkit.store_backends import Cloud, retrying
+from testkit.waiting import in_threads
 
 CONTENT = os.urandom(2 * 2**20 + 777)
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pytest
 from swansong.fields import PROCESS_PREFIX
@@ -31,6 +31,7 @@ signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"caught\\n"))
 print("ready", flush=True)
 sys.stdin.readline()
 """
+TRAINER_UID = 65534
 DOES_NOT = "import sys; print('ready', flush=True); sys.stdin.readline()"
 
 
@@ -135,7 +136,10 @@ def has_exited(pidfd: int) -> bool:
     return bool(select.select([pidfd], [], [], 0)[0])
 
 
-def refusal(events: list[Event]) -> str:
+def refusal(pid_file: Path | None = None, **options: Any) -> str:
+    """The reason why a request of a new sender is refused."""
+    events: list[Event] = []
+    sender(events, pid_file, **options).send("q")
     until(lambda: events, what="an answer")
     (event,) = events
     assert isinstance(event, SignalRefused), event
@@ -182,11 +186,10 @@ def test_a_file_of_the_answer_is_newer_than_the_request(
             assert (tmp_path / "set").stat().st_mtime_ns >= asked_ns
 
 
-def test_a_process_without_a_handler_is_not_signalled(events: list[Event], tmp_path: Path) -> None:
+def test_a_process_without_a_handler_is_not_signalled(tmp_path: Path) -> None:
     """The default action would end it: the signal is refused with a reason."""
     with Trainer(DOES_NOT) as trainer:
-        sender(events, pid_file(tmp_path, trainer.pid)).send("q")
-        assert "no handler for SIGUSR1" in refusal(events)
+        assert "no handler for SIGUSR1" in refusal(pid_file(tmp_path, trainer.pid))
         assert trainer.process.poll() is None
 
 
@@ -204,13 +207,10 @@ def test_the_mask_of_caught_signals_is_read_right(trainer: Trainer) -> None:
 
 
 @pytest.mark.fault("S10")
-def test_a_process_that_has_ended_is_named(
-    trainer: Trainer, events: list[Event], tmp_path: Path
-) -> None:
+def test_a_process_that_has_ended_is_named(trainer: Trainer, tmp_path: Path) -> None:
     """A pid file that survived its process hits no other one."""
     trainer.end()
-    sender(events, pid_file(tmp_path, trainer.pid)).send("q")
-    assert "has ended" in refusal(events)
+    assert "has ended" in refusal(pid_file(tmp_path, trainer.pid))
 
 
 @pytest.mark.fault("S10")
@@ -242,18 +242,14 @@ def test_a_pid_that_is_reused_during_the_open_is_detected(
 @needs_root
 def test_a_process_of_another_user_is_not_signalled(events: list[Event], tmp_path: Path) -> None:
     """A process of a user that is not configured gets no signal; one of a configured user does."""
-    with Trainer(CATCHES, uid=65534) as trainer:
+    with Trainer(CATCHES, uid=TRAINER_UID) as trainer:
         path = pid_file(tmp_path, trainer.pid)
-        sender(events, path).send("q")
-        assert "65534" in refusal(events)
-        assert "trainer.users" in refusal(events)
-        events.clear()
-        sender(events, path, uid=65534).send("q")
+        reason = refusal(path)
+        assert f"user id {TRAINER_UID}" in reason
+        assert "trainer.users" in reason
+        sender(events, path, uid=TRAINER_UID).send("q")
         assert trainer.line() == "caught"
     until(lambda: len(events) == 2)
-
-
-TRAINER_UID = 65534
 
 
 @needs_root
@@ -264,11 +260,9 @@ def test_a_process_of_root_is_not_signalled_unless_root_is_configured(
     """A trainer's pid file that names a process of root sends no signal, even if it has a handler."""
     path = pid_file(tmp_path, trainer.pid)
     os.chown(path, TRAINER_UID, TRAINER_UID)
-    sender(events, path, allowed=users.may_be_signalled(frozenset({TRAINER_UID}), 0)).send("q")
-    reason = refusal(events)
+    reason = refusal(path, allowed=users.may_be_signalled(frozenset({TRAINER_UID}), 0))
     assert "user id 0" in reason
     assert "trainer.users" in reason
-    events.clear()
     named = users.may_be_signalled(users.uids_of(("root", TRAINER_UID)), 12345)
     sender(events, path, allowed=named).send(
         "q"
@@ -279,41 +273,38 @@ def test_a_process_of_root_is_not_signalled_unless_root_is_configured(
 
 @needs_root
 @pytest.mark.fault("S11")
-def test_a_program_with_the_rights_of_another_user_is_not_signalled(
-    events: list[Event], tmp_path: Path
-) -> None:
+def test_a_program_with_the_rights_of_another_user_is_not_signalled(tmp_path: Path) -> None:
     """A setuid program that a trainer started has root's rights, and is not a trainer."""
     script = f"import os; os.setresuid({TRAINER_UID}, 0, 0)\n{CATCHES}"
     with Trainer(script) as trainer:
         path = pid_file(tmp_path, trainer.pid)
-        sender(events, path, allowed=frozenset({TRAINER_UID})).send("q")
-        assert "user id 0" in refusal(events)
+        assert "user id 0" in refusal(path, allowed=frozenset({TRAINER_UID}))
 
 
 @pytest.mark.fault("S11")
 @pytest.mark.parametrize("pid", [os.getpid(), os.getppid(), 1], ids=["itself", "parent", "first"])
 def test_neither_the_daemon_nor_its_parents_are_signalled(
-    events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pid: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pid: int
 ) -> None:
     """With any pid file, and even if they belong to an allowed user and have a handler."""
     monkeypatch.setattr(peers, "catches_signal", lambda *_: True)
     monkeypatch.setattr(peers, "uids_of", lambda _: frozenset({os.geteuid()}))
     sent: list[object] = []
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda *facts: sent.append(facts))
-    sender(events, pid_file(tmp_path, pid)).send("q")
-    assert "the daemon, one of its ancestors or the first process" in refusal(events)
+    assert "the daemon, one of its ancestors or the first process" in refusal(
+        pid_file(tmp_path, pid)
+    )
     assert not sent
 
 
 @pytest.mark.fault("S11")
-def test_a_thread_of_the_daemon_is_not_signalled(events: list[Event], tmp_path: Path) -> None:
+def test_a_thread_of_the_daemon_is_not_signalled(tmp_path: Path) -> None:
     """A thread id is not a pid; the request still gets an answer."""
     over = threading.Event()
     thread = threading.Thread(target=over.wait, daemon=True)
     thread.start()
     assert thread.native_id is not None
-    sender(events, pid_file(tmp_path, thread.native_id)).send("q")
-    assert "cannot be examined" in refusal(events)
+    assert "cannot be examined" in refusal(pid_file(tmp_path, thread.native_id))
     over.set()
 
 
@@ -333,59 +324,48 @@ def test_no_thread_is_started_for_a_request(
 
 
 @pytest.mark.parametrize("content", ["", "abc", "-5", "0", "12 13", "99999999999999", "1\n2"])
-def test_a_pid_file_contains_one_number(content: str, events: list[Event], tmp_path: Path) -> None:
+def test_a_pid_file_contains_one_number(content: str, tmp_path: Path) -> None:
     """Any other content is refused; -5 would be a process group."""
-    sender(events, pid_file(tmp_path, content)).send("q")
-    assert "does not contain exactly one number" in refusal(events)
+    assert "does not contain exactly one number" in refusal(pid_file(tmp_path, content))
 
 
 @pytest.mark.parametrize("mode", [0o666, 0o664, 0o646])
 def test_a_pid_file_that_others_can_write_is_refused(
-    trainer: Trainer, events: list[Event], tmp_path: Path, mode: int
+    trainer: Trainer, tmp_path: Path, mode: int
 ) -> None:
     """It must be a regular file that only its owner can write, and neither its group nor all users."""
     path = pid_file(tmp_path, trainer.pid)
     path.chmod(mode)
-    sender(events, path).send("q")
-    reason = refusal(events)
+    reason = refusal(path)
     assert "only its owner may write" in reason
     assert f"chmod 644 {path}" in reason
 
 
 @needs_root
-def test_a_pid_file_of_another_user_is_refused(
-    trainer: Trainer, events: list[Event], tmp_path: Path
-) -> None:
+def test_a_pid_file_of_another_user_is_refused(trainer: Trainer, tmp_path: Path) -> None:
     """That user would choose the process."""
     path = pid_file(tmp_path, trainer.pid)
-    os.chown(path, 65534, 65534)
-    sender(events, path).send("q")
-    assert "owner 65534" in refusal(events)
+    os.chown(path, TRAINER_UID, TRAINER_UID)
+    assert f"owner {TRAINER_UID}" in refusal(path)
 
 
 @pytest.mark.fault("S1", "S4")
-def test_a_pid_file_is_a_file(trainer: Trainer, events: list[Event], tmp_path: Path) -> None:
+def test_a_pid_file_is_a_file(trainer: Trainer, tmp_path: Path) -> None:
     """Links are not followed, FIFOs do not block, and a missing file is named."""
     real = pid_file(tmp_path, trainer.pid)
     (tmp_path / "link").symlink_to(real)
     os.mkfifo(tmp_path / "fifo")
-    for name, words in (
-        ("link", "cannot be opened"),
-        ("fifo", "not a regular"),
-        ("none", "cannot be"),
-    ):
-        events.clear()
-        sender(events, tmp_path / name).send("q")
-        assert words in refusal(events)
+    assert "cannot be opened" in refusal(tmp_path / "link")
+    assert "not a regular" in refusal(tmp_path / "fifo")
+    assert "cannot be" in refusal(tmp_path / "none")
 
 
-def test_launchers_are_refused_by_name(events: list[Event], tmp_path: Path) -> None:
+def test_launchers_are_refused_by_name(tmp_path: Path) -> None:
     """A launcher, even one with a handler, would end the job."""
     script = tmp_path / "torchrun"
     script.write_text(CATCHES)
     with Trainer(CATCHES, str(script)) as trainer:
-        sender(events, pid_file(tmp_path, trainer.pid)).send("q")
-        assert "launcher torchrun" in refusal(events)
+        assert "launcher torchrun" in refusal(pid_file(tmp_path, trainer.pid))
 
 
 @pytest.mark.parametrize(
@@ -417,9 +397,7 @@ def test_the_main_process_of_a_unit_is_signalled(
     )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    sender(events, unit="idle.service").send("q")
-    assert "is it running" in refusal(events)
-    events.clear()
+    assert "is it running" in refusal(unit="idle.service")
     sender(events, unit="train.service").send("q")
     assert trainer.line() == "caught"
     trainer.end()
@@ -427,19 +405,16 @@ def test_the_main_process_of_a_unit_is_signalled(
 
 
 def test_without_systemd_the_request_gets_an_answer(
-    events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The decision loop always gets an answer."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    sender(events, unit="train.service").send("q")
-    assert "systemctl did not return" in refusal(events)
-    events.clear()
-    sender(events).send("q")
-    assert "set trainer.pid_file" in refusal(events)
+    assert "systemctl did not return" in refusal(unit="train.service")
+    assert "set trainer.pid_file" in refusal()
 
 
 def test_a_process_that_cannot_be_examined_is_not_signalled(
-    trainer: Trainer, events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If /proc is hidden, the effect of the signal is unknown; the request gets an answer."""
 
@@ -447,8 +422,7 @@ def test_a_process_that_cannot_be_examined_is_not_signalled(
         raise FileNotFoundError(2, "No such file or directory")
 
     monkeypatch.setattr(peers, "uids_of", hidden)
-    sender(events, pid_file(tmp_path, trainer.pid)).send("q")
-    assert "cannot be examined" in refusal(events)
+    assert "cannot be examined" in refusal(pid_file(tmp_path, trainer.pid))
 
 
 def test_only_signals_for_trainers_are_accepted() -> None:
@@ -512,9 +486,7 @@ def test_the_thread_finds_a_process_that_starts_later(
     until(lambda: [process.pid for process in found] == [trainer.pid], what="the process")
 
 
-def test_a_request_is_sent_to_a_process_that_is_known(
-    trainer: Trainer, events: list[Event], tmp_path: Path
-) -> None:
+def test_a_request_is_sent_to_a_process_that_is_known(trainer: Trainer, tmp_path: Path) -> None:
     """The process is posted before the delivery, so that the answer belongs to it."""
     together: list[Event] = []
     signals = SignalSender(

@@ -89,20 +89,6 @@ def test_notice_is_raised_once_with_its_stated_deadline(imds: str) -> None:
         assert again.identity == notice.identity
 
 
-def test_a_notice_is_withdrawn_and_raised_again(imds: str) -> None:
-    """404 after a notice withdraws it once; a later notice is a new one."""
-    with SourceRun(spot(imds)) as run:
-        control(imds, "notice", action="stop", in_s=60)
-        run.await_notice()
-        control(imds, "withdraw")
-        withdrawn = run.await_withdrawal()
-        assert withdrawn.source == "aws.spot"
-        control(imds, "notice", action="terminate", in_s=60)
-        run.await_notice(2)
-    assert [notice.kind for notice in run.notices] == ["stop", "reclaim"]
-    assert len(run.withdrawals) == 1
-
-
 @pytest.mark.fault("N13")
 def test_hibernate_leaves_no_time(imds: str) -> None:
     """The deadline of a hibernation is the time of the notice, with any stated time."""

@@ -21,10 +21,10 @@ from testkit.store_backends import (
     Cloud,
     every_call,
     get_range,
-    in_threads,
     lacks,
     retrying,
 )
+from testkit.waiting import in_threads
 
 # ---------------------------------------------------------------- small objects
 

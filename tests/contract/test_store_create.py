@@ -12,7 +12,8 @@ from swansong_bucket.errors import Exists, Transient
 from swansong_bucket.stores.base import WINDOW_BYTES, ObjectInfo, ObjectStore, ignore_moved
 
 from testkit.bodies import CountedSink, torn
-from testkit.store_backends import MIB, get_range, in_threads
+from testkit.store_backends import MIB, get_range
+from testkit.waiting import in_threads
 
 SIZES = [0, 1, MIB - 1, MIB, MIB + 1, 3 * MIB + 5]
 

@@ -21,10 +21,9 @@ from testkit.store_backends import (
     OURS,
     Cloud,
     get_range,
-    in_threads,
     retrying,
 )
-from testkit.waiting import until
+from testkit.waiting import in_threads, until
 
 CONTENT = os.urandom(2 * MIB + 17)
 SMALL = os.urandom(200_000)

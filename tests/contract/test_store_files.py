@@ -16,7 +16,7 @@ from swansong_bucket.stores.file import store as module
 from swansong_bucket.stores.file.store import FileStore
 
 from testkit.bodies import torn
-from testkit.store_backends import in_threads
+from testkit.waiting import in_threads
 
 
 @pytest.fixture

@@ -19,7 +19,8 @@ from swansong_bucket.stores.options import GcsOptions
 from testkit import service_account
 from testkit.emulators.process import EmulatorProcess
 from testkit.raw_server import Peer, RawServer, answering
-from testkit.store_backends import BUCKET, MIB, Cloud, in_threads, retrying
+from testkit.store_backends import BUCKET, MIB, Cloud, retrying
+from testkit.waiting import in_threads
 
 LARGE = 2 * MIB + 17
 """More than a window: its checksum is compared with the response."""

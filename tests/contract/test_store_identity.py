@@ -28,7 +28,8 @@ from swansongd.flush.claim_record import ClaimRecord
 
 from testkit.committed import configuration, file_store, tree
 from testkit.other_users import needs_root
-from testkit.store_backends import every_call, in_threads
+from testkit.store_backends import every_call
+from testkit.waiting import in_threads
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from torch import nn
 
 from testkit.fake_daemon import FakeDaemon
 from testkit.gpu import is_pinned, prepare
+from testkit.training_parts import save_part
 from testkit.waiting import until
 
 HOOKS = Path(swansong.__file__).parents[1]
@@ -39,12 +40,6 @@ def fill(model: nn.Module, value: float) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(value)
-
-
-def written(state: TrainingState, directory: Path) -> Path:
-    (directory / "rank-00000").mkdir(parents=True)
-    state.snapshot()(directory / "rank-00000")
-    return directory
 
 
 def values(directory: Path) -> set[float]:
@@ -90,7 +85,7 @@ def test_the_memory_is_pinned_in_advance_and_given_back(tmp_path: Path) -> None:
     assert sum(each.nbytes for each in memory) < 1.01 * size_bytes + 2**20
     assert resident_bytes() - before_bytes > 0.9 * size_bytes
     torch.cuda.reset_peak_memory_stats()
-    assert values(written(state, tmp_path / "a")) == {1.0}
+    assert values(save_part(state, tmp_path / "a")) == {1.0}
     assert torch.cuda.max_memory_allocated() == on_gpu_bytes
     assert len(state._arenas._idle) == 1
     del state, memory
@@ -113,7 +108,7 @@ def test_memory_that_cuda_does_not_pin_is_used_as_it_is(
     state.snapshot()
     assert "cannot be pinned" in caplog.text
     assert model(torch.ones(1, 256, device=GPU)).isfinite().all()
-    assert values(written(state, tmp_path)) == {2.0}
+    assert values(save_part(state, tmp_path)) == {2.0}
 
 
 def test_idle_memory_is_given_back_while_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +134,7 @@ def test_a_fork_does_not_separate_memory_from_the_gpu(tmp_path: Path) -> None:
     if child == 0:
         os.read(reads, 1)
         os._exit(0)
-    assert values(written(state, tmp_path)) == {4.0}
+    assert values(save_part(state, tmp_path)) == {4.0}
     os.write(writes, b"x")
     assert os.waitpid(child, 0)[1] == 0
     os.close(reads)
@@ -174,7 +169,7 @@ def test_a_copy_after_the_gpu_ran_out_of_memory(tmp_path: Path) -> None:
                 held.append(torch.empty(size_bytes, dtype=torch.uint8, device=GPU))
             except torch.cuda.OutOfMemoryError:
                 size_bytes //= 2
-        assert values(written(state, tmp_path)) == {5.0}
+        assert values(save_part(state, tmp_path)) == {5.0}
     finally:
         held.clear()
         torch.cuda.empty_cache()

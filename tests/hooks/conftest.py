@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import swansong
 
 from testkit.fake_daemon import FakeDaemon
-from testkit.training_parts import Counter
+from testkit.training_parts import Attach, Counter
 from testkit.warm import python_of
 
 
@@ -48,7 +48,7 @@ def counter() -> Counter:
 
 
 @pytest.fixture
-def attach(tmp_path: Path) -> Iterator[Callable[..., swansong.Guard]]:
+def attach(tmp_path: Path) -> Iterator[Attach]:
     """``swansong.attach`` to the socket of the fake daemon; all guards are closed at the end.
 
     A second call for the same rank ends the first guard, as the end of its process would.
@@ -65,6 +65,16 @@ def attach(tmp_path: Path) -> Iterator[Callable[..., swansong.Guard]]:
     yield attach
     for guard in guards:
         guard._end("test over")
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """The process group of a job of one rank."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example of each framework: a preempted and resumed run ends like an uninterrupted one.
+"""The example for PyTorch and each framework: a preempted and resumed run ends like an uninterrupted one.
 
 Compared byte by byte is all that the last checkpoint holds, but for what tells of the run and not of the
 state: clock times in logs, paths, and counters of validation batches.  The processes are forks of one that
@@ -12,16 +12,74 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import swansong
-from swansong.testing import check_resume
+from swansong.testing import ResumeReport, check_resume
+
+from testkit import TRAINERS
 
 pytestmark = pytest.mark.timeout(400)
 
 HOOKS = Path(swansong.__file__).parents[1]
 EXAMPLES = HOOKS / "examples"
 ENVIRONMENT = {"PYTHONPATH": str(HOOKS), "HF_HUB_OFFLINE": "1"}
+TORCH_DDP = [
+    str(EXAMPLES / "torch_ddp.py"),
+    # Four optimizer steps of two batches make an epoch.
+    *("--windows", "128", "--accumulate", "2", "--epochs", "9", "--evaluate-every", "5"),
+]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def check(
+    directory: Path, *command: object, steps: int, kill_at: list[int | str], **options: Any
+) -> ResumeReport:
+    return check_resume(
+        [str(word) for word in command],
+        steps=steps,
+        kill_at=kill_at,
+        directory=directory,
+        environment=ENVIRONMENT,
+        **options,
+    )
+
+
+@pytest.mark.fault("T02", "T16", "S26")
+def test_one_process(tmp_path: Path, warm_python: str) -> None:
+    """Killed twice in one epoch, in an evaluation and at an epoch's end; with dropout and loader workers."""
+    command = [warm_python, *TORCH_DDP, "--workers", "1"]
+    report = check(tmp_path, *command, steps=10, kill_at=[2, 3, "evaluating", 8])
+    # On a loaded machine the evaluation after step 5 may be over when the request arrives.
+    assert report.saved_steps in ([2, 3, 5, 8], [2, 3, 6, 8])
+    assert report.losses == 10
+
+
+@pytest.mark.fault("T12")
+@pytest.mark.parametrize(
+    ("launcher", "options"), [(TORCHRUN, []), ([], ["--fsdp"])], ids=["ddp-under-torchrun", "fsdp2"]
+)
+def test_two_ranks(
+    tmp_path: Path, warm_python: str, launcher: list[str], options: list[str]
+) -> None:
+    """Each rank has its own dropout and its own part of the data; under torchrun, or with its variables."""
+    command = [warm_python, *launcher, *TORCH_DDP, *options]
+    has_launcher = bool(launcher)
+    report = check(tmp_path, *command, steps=5, kill_at=[3], ranks=2, has_launcher=has_launcher)
+    assert report.saved_steps == [3]
+    assert report.losses == 5
+
+
+def test_torchdata(tmp_path: Path, warm_python: str) -> None:
+    """torchdata's loader with two workers resumes in the middle of an epoch, after the yielded batches.
+
+    Twice, the second time in an epoch that began after a resume; what the workers draw comes back too.
+    """
+    script = TRAINERS / "stateful_loader.py"
+    report = check(tmp_path, warm_python, script, steps=16, kill_at=[5, 14])
+    assert report.saved_steps == [5, 14]
+    assert report.losses >= 16
 
 
 @pytest.mark.parametrize(
@@ -37,13 +95,8 @@ def test_lightning(
     tmp_path: Path, warm_frameworks: str, options: list[str], kill_at: list[int | str], saved: int
 ) -> None:
     """During an epoch, in a validation and at the end of an epoch; the rate depends on the validation."""
-    report = check_resume(
-        [warm_frameworks, str(EXAMPLES / "with_lightning.py"), "--windows", "128", *options],
-        steps=10,
-        kill_at=kill_at,
-        directory=tmp_path,
-        environment=ENVIRONMENT,
-    )
+    command = [warm_frameworks, EXAMPLES / "with_lightning.py", "--windows", "128", *options]
+    report = check(tmp_path, *command, steps=10, kill_at=kill_at)
     assert len(report.saved_steps) == saved
     assert report.losses >= 8  # Lightning may be killed before it prints the last loss
     assert report.files == 4
@@ -93,16 +146,13 @@ def test_an_example_trains_in_one_process(
 @pytest.mark.fault("T12")
 def test_transformers(tmp_path: Path, warm_frameworks: str) -> None:
     """Two ranks save the same step, with accumulation; the resumed ranks first do the evaluation due then."""
-    report = check_resume(
-        [
-            *(warm_frameworks, str(EXAMPLES / "with_transformers.py")),
-            *("--windows", "256", "--output", str(tmp_path / "output")),
-        ],
+    report = check(
+        tmp_path,
+        *(warm_frameworks, EXAMPLES / "with_transformers.py"),
+        *("--windows", "256", "--output", tmp_path / "output"),
         steps=6,
         kill_at=[3],
         ranks=2,
-        directory=tmp_path,
-        environment=ENVIRONMENT,
         ignoring=r"trainer_state\.json",
     )
     assert report.saved_steps == [3]
@@ -114,14 +164,8 @@ def test_transformers(tmp_path: Path, warm_frameworks: str) -> None:
 @pytest.mark.fault("T12")
 def test_accelerate(tmp_path: Path, warm_frameworks: str) -> None:
     """Two ranks with accumulation, and each with loader workers and dropout."""
-    report = check_resume(
-        [warm_frameworks, str(EXAMPLES / "with_accelerate.py"), "--windows", "256"],
-        steps=6,
-        kill_at=[3],
-        ranks=2,
-        directory=tmp_path,
-        environment=ENVIRONMENT,
-    )
+    command = [warm_frameworks, EXAMPLES / "with_accelerate.py", "--windows", "256"]
+    report = check(tmp_path, *command, steps=6, kill_at=[3], ranks=2)
     assert report.saved_steps == [3]
     assert report.losses == 6
     one, other = tmp_path.glob("resumed/staging/step-000000000006.*/rank-*/model-*")
@@ -131,15 +175,10 @@ def test_accelerate(tmp_path: Path, warm_frameworks: str) -> None:
 @pytest.mark.fault("T12")
 def test_dcp(tmp_path: Path, warm_python: str) -> None:
     """Two ranks of FSDP2 write to separate directories."""
-    report = check_resume(
-        [warm_python, str(EXAMPLES / "with_dcp.py")],
-        steps=6,
-        kill_at=[3],
-        ranks=2,
-        directory=tmp_path,
-        environment=ENVIRONMENT,
-        ignoring=r"\.metadata",  # contains an id of the save
-    )
+    # The ignored file contains an id of the save.
+    options = {"ranks": 2, "ignoring": r"\.metadata"}
+    script = EXAMPLES / "with_dcp.py"
+    report = check(tmp_path, warm_python, script, steps=6, kill_at=[3], **options)
     assert report.saved_steps == [3]
     assert report.losses == 6
     assert report.files == 2

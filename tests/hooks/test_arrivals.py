@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,10 +25,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from testkit import descriptors
 from testkit.fake_daemon import FakeDaemon
-from testkit.training_parts import DEVICE, Counter
+from testkit.training_parts import DEVICE, Attach, Counter, save_part
 from testkit.waiting import until
-
-Attach = Callable[..., swansong.Guard]
 
 
 class Job:
@@ -76,9 +73,7 @@ def saved(directory: Path, seed: int, world_size: int = 1) -> Path:
     for rank in range(world_size):
         job = Job(seed + rank, Ranks(rank=rank, world_size=world_size))
         job.step()
-        own = directory / f"rank-{rank:05d}"
-        own.mkdir(parents=True)
-        job.state.snapshot()(own)
+        save_part(job.state, directory, rank)
     return directory
 
 
@@ -159,10 +154,8 @@ def test_files_of_another_checkpoint_leave_nothing(tmp_path: Path) -> None:
 
     The older checkpoint has no state of the optimizer.
     """
-    older = tmp_path / "older" / "rank-00000"
-    older.mkdir(parents=True)
-    Job(3).state.snapshot()(older)
-    directory, damaged = older.parent, saved(tmp_path / "damaged", 4)
+    directory = save_part(Job(3).state, tmp_path / "older")
+    damaged = saved(tmp_path / "damaged", 4)
     wanted = loaded(directory, Ranks(), [])
     job = Job(99)
     arrivals = job.state.arrivals()
@@ -223,12 +216,11 @@ def test_a_load_needs_the_memory_of_the_state_once(
         layers = [nn.Linear(2**11, weight_bytes // 2**13, bias=False) for _ in range(weights)]
         model = nn.Sequential(*layers)
         optimizer = torch.optim.Adam(model.parameters(), foreach=False)
-        if not (own := tmp_path / "rank-00000").exists():
+        if not (tmp_path / "rank-00000").exists():
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
             optimizer.step()
-            own.mkdir()
-            TrainingState(model, optimizer).snapshot()(own)
+            save_part(TrainingState(model, optimizer), tmp_path)
         return TrainingState(model, optimizer)
 
     job()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import cast
@@ -17,6 +18,7 @@ from swansong._ranks.choice import Choice, Outcome, RestoreChoice
 from swansong._ranks.rendezvous import Rendezvous
 
 from testkit.job_store import MemoryJobStore
+from testkit.waiting import in_threads
 
 WORLD_SIZE = 4
 NEWEST = 40
@@ -59,13 +61,10 @@ def resumed(
             fetched[rank].append(choice["step"])
             return fates.get(rank, lambda _: {})(choice["step"])
 
-        decided[rank] = RestoreChoice(cast("Rendezvous", rendezvous)).for_resume(choose, fetch)
+        with suppress(SystemExit):  # the rank has died
+            decided[rank] = RestoreChoice(cast("Rendezvous", rendezvous)).for_resume(choose, fetch)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(WORLD_SIZE)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    in_threads(WORLD_SIZE, run)
     return decided, fetched
 
 

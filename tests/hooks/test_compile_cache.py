@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import swansong
 import torch
 from swansong._ranks.agreement import Ranks
 from swansong._torch import compile_cache
@@ -20,9 +19,9 @@ from swansong.torch import TrainingState
 from torch import nn
 
 from testkit.fake_daemon import FakeDaemon
+from testkit.training_parts import Attach, save_part
 from testkit.waiting import until
 
-Attach = Callable[..., swansong.Guard]
 KERNELS = {"ab/kernel.so": b"\x7fELF", "fxgraph/cd/entry": b"graph", "triton/0/x.cubin": b"cubin"}
 
 
@@ -250,10 +249,8 @@ def test_one_rank_of_each_vm_writes_and_reads_the_cache(
         state.ranks = Ranks(rank, rank % 2, 4, 2)
         state.rehearse()
         state.takes_code = True
-        own = tmp_path / f"rank-{rank:05d}"
-        own.mkdir()
-        state.snapshot()(own)
-        found.append((own / ARCHIVE).exists())
+        save_part(state, tmp_path, rank)
+        found.append((tmp_path / f"rank-{rank:05d}" / ARCHIVE).exists())
     assert found == [True, False, True, False]
 
 

@@ -15,7 +15,7 @@ from swansong.state import Bundle
 from swansong.torch import ResumableLoader, TrainingState, seed_all
 from torch.utils.data import DataLoader
 
-from testkit.training_parts import Counter
+from testkit.training_parts import Counter, save_part
 
 
 class Training:
@@ -38,10 +38,7 @@ class Training:
         self.state.values["best"] = 1.0
 
     def save(self, directory: Path) -> Path:
-        part = directory / "rank-00000"
-        part.mkdir(parents=True)
-        self.state.snapshot()(part)
-        return directory
+        return save_part(self.state, directory)
 
 
 def change_weight(training: Training) -> None:

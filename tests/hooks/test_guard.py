@@ -47,10 +47,16 @@ from swansong.state import load_tree
 from swansongd.staging.seal import Scanner
 
 from testkit.fake_daemon import FakeDaemon
-from testkit.training_parts import Counter, start_of
+from testkit.training_parts import Attach, Counter, set_rank, start_of
 from testkit.waiting import until
 
-Attach = Callable[..., swansong.Guard]
+
+@pytest.fixture
+def guard(daemon: FakeDaemon, attach: Attach, counter: Counter) -> swansong.Guard:
+    """The guard of ``counter`` in a fresh run."""
+    guard = attach({"counter": counter})
+    assert guard.restore() == 0
+    return guard
 
 
 def train(guard: swansong.Guard, counter: Counter, first: int, last: int) -> None:
@@ -70,6 +76,12 @@ def train_until(guard: swansong.Guard, counter: Counter, done: Callable[[], obje
 
     until(one, what="done() after a step")
     return counter.value
+
+
+def set_target(daemon: FakeDaemon, guard: swansong.Guard, step: int) -> None:
+    """Send the target of the request r1, and wait until the guard knows it."""
+    daemon.send(Target("r1", step))
+    until(lambda: guard._agreement._active is not None and guard._agreement._active.target)
 
 
 def manifest_of(directory: Path, rank: int = 0) -> RankManifest:
@@ -208,11 +220,9 @@ def test_a_request_is_answered_and_sealed_at_the_target(
 
 
 def test_the_daemons_scanner_accepts_the_set(
-    daemon: FakeDaemon, attach: Attach, counter: Counter
+    daemon: FakeDaemon, guard: swansong.Guard, counter: Counter
 ) -> None:
     """The hooks and the daemon agree on the layout of a set."""
-    guard = attach({"counter": counter})
-    guard.restore()
     daemon.request("r1")
     daemon.wait_for(Accepted)
     train(guard, counter, 1, 3)
@@ -231,90 +241,81 @@ def test_the_daemons_scanner_accepts_the_set(
 
 
 def test_no_step_boundary_is_passed_before_the_target_is_known(
-    tmp_path: Path, attach: Attach, counter: Counter, monkeypatch: pytest.MonkeyPatch
+    daemon: FakeDaemon, guard: swansong.Guard, counter: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After Accepted the loop blocks at its next boundary; with the target it runs to the target."""
     monkeypatch.setattr(agreement, "AGREEMENT_LIMIT_S", 60.0)
-    with FakeDaemon(tmp_path, target=None) as daemon:
-        guard = attach({"counter": counter})
-        guard.restore()
-        train(guard, counter, 1, 7)
-        daemon.request(seconds_left=1000.0)
-        assert daemon.wait_for(Accepted).step == 7
-        trainer = threading.Thread(target=train, args=(guard, counter, 8, 20), daemon=True)
-        trainer.start()
-        until(lambda: counter.value == 8)
-        trainer.join(0.3)
-        assert counter.value == 8
-        daemon.send(Target("r1", 12))
-        assert daemon.wait_for(Sealed).step == 12
-        trainer.join(60)
-        assert counter.value == 20
-        assert value_in(daemon.sealed()[0]) == 12
+    daemon.sends_targets = False
+    train(guard, counter, 1, 7)
+    daemon.request(seconds_left=1000.0)
+    assert daemon.wait_for(Accepted).step == 7
+    trainer = threading.Thread(target=train, args=(guard, counter, 8, 20), daemon=True)
+    trainer.start()
+    until(lambda: counter.value == 8)
+    trainer.join(0.3)
+    assert counter.value == 8
+    daemon.send(Target("r1", 12))
+    assert daemon.wait_for(Sealed).step == 12
+    trainer.join(60)
+    assert counter.value == 20
+    assert value_in(daemon.sealed()[0]) == 12
 
 
 @pytest.mark.fault("T04")
 def test_without_a_target_the_wait_ends(
-    tmp_path: Path, attach: Attach, counter: Counter, monkeypatch: pytest.MonkeyPatch
+    daemon: FakeDaemon, guard: swansong.Guard, counter: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a tenth of the time left the rank declines, and training continues without another wait."""
-    with FakeDaemon(tmp_path, target=None) as daemon:
-        guard = attach({"counter": counter})
-        guard.restore()
-        daemon.request(seconds_left=2.0)
-        daemon.wait_for(Accepted)
-        begun_s = time.monotonic()
-        train(guard, counter, 1, 1)
-        assert time.monotonic() - begun_s >= 0.2
-        assert daemon.wait_for(Declined).request_id == "r1"
-        assert guard.request is None
-        monkeypatch.setattr(guard._agreement._changed, "wait_for", pytest.fail)
-        train(guard, counter, 2, 50)
-        assert len(daemon.all_of(Declined)) == 1
+    daemon.sends_targets = False
+    daemon.request(seconds_left=2.0)
+    daemon.wait_for(Accepted)
+    begun_s = time.monotonic()
+    train(guard, counter, 1, 1)
+    assert time.monotonic() - begun_s >= 0.2
+    assert daemon.wait_for(Declined).request_id == "r1"
+    assert guard.request is None
+    monkeypatch.setattr(guard._agreement._changed, "wait_for", pytest.fail)
+    train(guard, counter, 2, 50)
+    assert len(daemon.all_of(Declined)) == 1
 
 
 def test_a_late_target_is_still_met(
-    tmp_path: Path, attach: Attach, counter: Counter, monkeypatch: pytest.MonkeyPatch
+    daemon: FakeDaemon, guard: swansong.Guard, counter: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that has declined still saves at a target that is a later step."""
     monkeypatch.setattr(agreement, "AGREEMENT_LIMIT_S", 0.1)
-    with FakeDaemon(tmp_path, target=None) as daemon:
-        guard = attach({"counter": counter})
-        guard.restore()
-        daemon.request(seconds_left=1000.0)
-        daemon.wait_for(Accepted)
-        train(guard, counter, 1, 3)
-        daemon.wait_for(Declined)
-        daemon.send(Target("r1", 1000))
-        until(lambda: guard._agreement._active is not None and guard._agreement._active.target)
-        train(guard, counter, 4, 1001)
-        assert daemon.wait_for(Sealed).step == 1000
+    daemon.sends_targets = False
+    daemon.request(seconds_left=1000.0)
+    daemon.wait_for(Accepted)
+    train(guard, counter, 1, 3)
+    daemon.wait_for(Declined)
+    set_target(daemon, guard, 1000)
+    train(guard, counter, 4, 1001)
+    assert daemon.wait_for(Sealed).step == 1000
 
 
-def test_a_withdrawn_request_is_forgotten(tmp_path: Path, attach: Attach, counter: Counter) -> None:
+def test_a_withdrawn_request_is_forgotten(
+    daemon: FakeDaemon, guard: swansong.Guard, counter: Counter
+) -> None:
     """Withdrawn unblocks a waiting loop immediately, and nothing is saved."""
-    with FakeDaemon(tmp_path, target=None) as daemon:
-        guard = attach({"counter": counter})
-        guard.restore()
-        daemon.request()
-        daemon.wait_for(Accepted)
-        trainer = threading.Thread(target=train, args=(guard, counter, 1, 9), daemon=True)
-        trainer.start()
-        until(lambda: counter.value == 1)
-        daemon.send(Withdrawn("r1", "false alarm"))
-        trainer.join(60)
-        assert counter.value == 9
-        assert guard.request is None
-        assert daemon.sealed() == []
+    daemon.sends_targets = False
+    daemon.request()
+    daemon.wait_for(Accepted)
+    trainer = threading.Thread(target=train, args=(guard, counter, 1, 9), daemon=True)
+    trainer.start()
+    until(lambda: counter.value == 1)
+    daemon.send(Withdrawn("r1", "false alarm"))
+    trainer.join(60)
+    assert counter.value == 9
+    assert guard.request is None
+    assert daemon.sealed() == []
 
 
 @pytest.mark.fault("N09", "T07")
 def test_the_same_request_is_answered_again_and_not_saved_twice(
-    daemon: FakeDaemon, attach: Attach, counter: Counter
+    daemon: FakeDaemon, guard: swansong.Guard, counter: Counter
 ) -> None:
     """A repeated request gets the same Sealed again."""
-    guard = attach({"counter": counter})
-    guard.restore()
     daemon.request()
     train_until(guard, counter, daemon.sealed)
     first = daemon.wait_for(Sealed)
@@ -340,51 +341,45 @@ def test_another_request_takes_another_checkpoint(
 @pytest.mark.fault("T09")
 @pytest.mark.parametrize("when", ["waiting for the target", "on the way to it", "after sealing"])
 def test_the_answer_is_repeated_to_a_restarted_daemon(
-    tmp_path: Path, attach: Attach, counter: Counter, when: str
+    daemon: FakeDaemon, guard: swansong.Guard, counter: Counter, when: str
 ) -> None:
     """The hooks reconnect and repeat the answer; nothing is saved twice."""
-    with FakeDaemon(tmp_path, target=None) as daemon:
-        guard = attach({"counter": counter})
-        guard.restore()
-        train(guard, counter, 1, 3)
+    daemon.sends_targets = False
+    train(guard, counter, 1, 3)
+    daemon.request()
+    daemon.wait_for(Accepted)
+    trainer = threading.Thread(target=train, args=(guard, counter, 4, 4), daemon=True)
+    if when == "waiting for the target":
+        trainer.start()
+        until(lambda: counter.value == 4)
+    else:
+        set_target(daemon, guard, 5)
+        train(guard, counter, 4, 4)
+    if when == "after sealing":
+        train(guard, counter, 5, 5)
+        daemon.wait_for(Sealed)
+    daemon.stop()
+    daemon.received.clear()
+    daemon.start()
+    assert daemon.wait_for(Hello).step == (5 if when == "after sealing" else 4)
+    if when != "after sealing":
+        # The first step again: so a restarted daemon computes the same target.
+        assert daemon.wait_for(Accepted) == Accepted("r1", 3)
         daemon.request()
-        daemon.wait_for(Accepted)
-        trainer = threading.Thread(target=train, args=(guard, counter, 4, 4), daemon=True)
-        if when == "waiting for the target":
-            trainer.start()
-            until(lambda: counter.value == 4)
-        else:
-            daemon.send(Target("r1", 5))
-            until(lambda: guard._agreement._active is not None and guard._agreement._active.target)
-            train(guard, counter, 4, 4)
-        if when == "after sealing":
-            train(guard, counter, 5, 5)
-            daemon.wait_for(Sealed)
-        daemon.stop()
-        daemon.received.clear()
-        daemon.start()
-        assert daemon.wait_for(Hello).step == (5 if when == "after sealing" else 4)
-        if when != "after sealing":
-            # The first step again: so a restarted daemon computes the same target.
-            assert daemon.wait_for(Accepted) == Accepted("r1", 3)
-            daemon.request()
-            assert daemon.wait_for(Accepted, 2) == Accepted("r1", 3)
-            daemon.send(Target("r1", 5))
-            until(lambda: guard._agreement._active is not None and guard._agreement._active.target)
-            if trainer.ident:
-                trainer.join(60)
-            train(guard, counter, 5, 5)
-        assert daemon.wait_for(Sealed).step == 5
-        (directory,) = daemon.sealed()
-        assert value_in(directory) == 5
+        assert daemon.wait_for(Accepted, 2) == Accepted("r1", 3)
+        set_target(daemon, guard, 5)
+        if trainer.ident:
+            trainer.join(60)
+        train(guard, counter, 5, 5)
+    assert daemon.wait_for(Sealed).step == 5
+    (directory,) = daemon.sealed()
+    assert value_in(directory) == 5
 
 
 def test_a_request_in_a_long_pause_is_met_by_poll(
-    daemon: FakeDaemon, attach: Attach, counter: Counter
+    daemon: FakeDaemon, guard: swansong.Guard, counter: Counter
 ) -> None:
     """In a job of one rank, poll() saves the last completed step, without another step."""
-    guard = attach({"counter": counter})
-    guard.restore()
     train(guard, counter, 1, 5)
     daemon.request()
     until(lambda: guard.poll() is None and daemon.sealed())
@@ -393,11 +388,9 @@ def test_a_request_in_a_long_pause_is_met_by_poll(
 
 
 def test_a_staged_step_is_not_saved_again(
-    daemon: FakeDaemon, attach: Attach, counter: Counter
+    daemon: FakeDaemon, guard: swansong.Guard, counter: Counter
 ) -> None:
     """A request at the step of the newest staged set is answered with that set."""
-    guard = attach({"counter": counter})
-    guard.restore()
     train(guard, counter, 1, 5)
     assert guard.save(5)
     daemon.request()
@@ -425,11 +418,9 @@ def test_a_critical_section_delays_the_save(
 
 
 def test_close_answers_a_request_in_progress(
-    daemon: FakeDaemon, attach: Attach, counter: Counter
+    daemon: FakeDaemon, guard: swansong.Guard, counter: Counter
 ) -> None:
     """A run whose last step is before the target still saves before it disconnects."""
-    guard = attach({"counter": counter})
-    guard.restore()
     train(guard, counter, 1, 5)
     daemon.request()
     daemon.wait_for(Accepted)
@@ -469,11 +460,13 @@ def test_every_s(daemon: FakeDaemon, attach: Attach, counter: Counter) -> None:
 
 
 def test_finish_saves_the_end_of_the_run(
-    daemon: FakeDaemon, attach: Attach, counter: Counter, caplog: pytest.LogCaptureFixture
+    daemon: FakeDaemon,
+    attach: Attach,
+    guard: swansong.Guard,
+    counter: Counter,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A later start has ``finished`` set and a log line, until it trains on; its own end is another one."""
-    guard = attach({"counter": counter})
-    guard.restore()
     train(guard, counter, 1, 4)
     assert not guard.finished
     assert guard.finish()
@@ -504,11 +497,9 @@ def test_the_end_differs_from_a_checkpoint_of_its_step(
 
 
 def test_a_finished_run_is_not_saved_again(
-    daemon: FakeDaemon, attach: Attach, counter: Counter
+    daemon: FakeDaemon, attach: Attach, guard: swansong.Guard, counter: Counter
 ) -> None:
     """A start of a finished run that trains nothing leaves its end as it is."""
-    guard = attach({"counter": counter})
-    guard.restore()
     train(guard, counter, 1, 4)
     guard.finish()
     (directory,) = daemon.sealed()
@@ -534,11 +525,9 @@ def test_a_run_that_stops_for_another_vm_is_not_finished(
 
 
 def test_a_run_that_ends_early_is_not_finished(
-    daemon: FakeDaemon, attach: Attach, counter: Counter, caplog: pytest.LogCaptureFixture
+    daemon: FakeDaemon, guard: swansong.Guard, counter: Counter, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A loop that took fewer steps than ``at`` marks no end, and the log has both steps."""
-    guard = attach({"counter": counter})
-    guard.restore()
     train(guard, counter, 1, 4)
     assert not guard.finish(at=5)
     assert not daemon.sealed()
@@ -568,12 +557,10 @@ def test_a_request_is_answered_with_the_end_of_the_run(
 
 
 def test_finish_waits_within_its_limit(
-    daemon: FakeDaemon, attach: Attach, counter: Counter, caplog: pytest.LogCaptureFixture
+    daemon: FakeDaemon, guard: swansong.Guard, counter: Counter, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without a commit the limit ends the wait; the run is finished, and one line has the reason."""
     daemon.commits = False
-    guard = attach({"counter": counter})
-    guard.restore()
     train(guard, counter, 1, 4)
     assert not guard.finish(limit_s=0.2)
     assert guard.finished
@@ -581,11 +568,9 @@ def test_finish_waits_within_its_limit(
 
 
 def test_an_error_in_the_loop_saves_nothing(
-    daemon: FakeDaemon, attach: Attach, counter: Counter
+    daemon: FakeDaemon, guard: swansong.Guard, counter: Counter
 ) -> None:
     """An error in the block is reported to the daemon and raised; torn state is not saved."""
-    guard = attach({"counter": counter})
-    guard.restore()
     train(guard, counter, 1, 4)
     daemon.request()
     daemon.wait_for(Accepted)
@@ -793,10 +778,10 @@ def test_invalid_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------- restoring
 
 
-def test_a_run_is_restored(daemon: FakeDaemon, attach: Attach, counter: Counter) -> None:
+def test_a_run_is_restored(
+    daemon: FakeDaemon, attach: Attach, guard: swansong.Guard, counter: Counter
+) -> None:
     """restore() loads the state and returns the number of completed steps."""
-    guard = attach({"counter": counter})
-    assert guard.restore() == 0
     train(guard, counter, 1, 7)
     guard.save(7)
     guard.close()
@@ -923,8 +908,7 @@ def test_a_checkpoint_of_another_step_or_world_is_an_error(
     with pytest.raises(swansong.RestoreError, match="step 3"):
         guard.restore()
     daemon.restorable = lambda: (daemon.sealed()[0], 3)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
+    set_rank(monkeypatch, 0)
     with pytest.raises(swansong.RestoreError, match="1 ranks saved it, and this job has 2"):
         attach({"counter": counter}).restore()
 
@@ -971,11 +955,9 @@ def test_the_first_new_step_is_reported_without_a_wait() -> None:
 
 
 def test_a_start_is_watched_until_its_first_step(
-    daemon: FakeDaemon, attach: Attach, counter: Counter
+    daemon: FakeDaemon, guard: swansong.Guard, counter: Counter
 ) -> None:
     """The daemon records a resume with it: the next look at the step is a tenth of a second away."""
-    guard = attach({"counter": counter})
-    guard.restore()
     channel = guard._session.channel
     until(lambda: channel.tick_s == WATCHFUL_TICK_S)
     guard.step(1)
@@ -998,11 +980,9 @@ def test_the_end_of_the_training_reports_its_last_step(is_connected: bool) -> No
 
 
 def test_a_short_training_reports_its_step_before_its_goodbye(
-    daemon: FakeDaemon, attach: Attach, counter: Counter
+    daemon: FakeDaemon, guard: swansong.Guard, counter: Counter
 ) -> None:
     """It ends before the first report is due."""
-    guard = attach({"counter": counter})
-    guard.restore()
     guard.step(1)
     guard.close()
     daemon.wait_for(Bye)

@@ -30,10 +30,8 @@ from swansong.protocol import (
 )
 
 from testkit.fake_daemon import FakeDaemon
-from testkit.training_parts import Counter, start_of
-from testkit.waiting import until
-
-Attach = Callable[..., swansong.Guard]
+from testkit.training_parts import Attach, Counter, set_rank, start_of
+from testkit.waiting import in_threads, until
 
 
 class Tensor:
@@ -326,32 +324,22 @@ def test_a_repeated_step_is_another_set(
 ) -> None:
     """With several ranks, too, whose nonce is computed from the step: the set of the first time stays
     unused."""
-    for name, value in (("RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2)):
-        monkeypatch.setenv(name, str(value))
-    first = attach({"counter": counter}, every_steps=10)
-    monkeypatch.setenv("RANK", "1")
+    set_rank(monkeypatch, 0)
+    guards = [attach({"counter": counter}, every_steps=10)]
+    set_rank(monkeypatch, 1)
     other = Counter()
-    second = attach({"counter": other}, every_steps=10)
-    until(lambda: first._session.staging and second._session.staging, what="the welcome")
+    guards.append(attach({"counter": other}, every_steps=10))
+    until(lambda: all(guard._session.staging for guard in guards), what="the welcome")
 
     def both(last: int) -> None:
-        for guard, state in ((first, counter), (second, other)):
+        for guard, state in zip(guards, (counter, other), strict=True):
             step_to(guard, state, last)
             assert guard.wait_saved()
 
     both(20)
     daemon.wait_sealed(2)
     offer(daemon, 10)
-    back: list[int] = []
-    ranks = [
-        threading.Thread(target=lambda guard=guard: back.append(guard.rollback()))  # type: ignore[misc]
-        for guard in (first, second)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(60)
-    assert back == [10, 10]
+    assert in_threads(2, lambda rank: guards[rank].rollback()) == [10, 10]
     assert (counter.value, other.value) == (10, 10)
     both(20)
     steps = sorted(int(path.name[5:17]) for path in daemon.wait_sealed(4))
@@ -417,26 +405,21 @@ def test_without_a_daemon_a_rollback_is_an_error(attach: Attach, counter: Counte
 # ---------------------------------------------------------------- periodic checkpoints
 
 
-def test_hello_contains_who_schedules_periodic_checkpoints(
-    daemon: FakeDaemon, attach: Attach, counter: Counter
+@pytest.mark.parametrize(
+    ("options", "missing"),
+    [
+        ({}, set()),
+        ({"every_steps": 3}, {"periodic"}),
+        ({"every_s": 3.0}, {"periodic"}),
+        ({"stop_after_save": True}, {"follow_ups"}),
+    ],
+)
+def test_hello_contains_what_the_daemon_may_request(
+    daemon: FakeDaemon, attach: Attach, counter: Counter, options: dict[str, Any], missing: set[str]
 ) -> None:
-    """The daemon schedules them, unless the script sets an interval."""
-    attach({"counter": counter})
-    assert "periodic" in daemon.wait_for(Hello).capabilities
-    attach({"counter": counter}, every_steps=3)
-    assert "periodic" not in daemon.wait_for(Hello, 2).capabilities
-    attach({"counter": counter}, every_s=3.0)
-    assert "periodic" not in daemon.wait_for(Hello, 3).capabilities
-
-
-def test_hello_contains_whether_training_continues_after_an_emergency_checkpoint(
-    daemon: FakeDaemon, attach: Attach, counter: Counter
-) -> None:
-    """Only then follow-up checkpoints make sense."""
-    attach({"counter": counter})
-    assert "follow_ups" in daemon.wait_for(Hello).capabilities
-    attach({"counter": counter}, stop_after_save=True)
-    assert "follow_ups" not in daemon.wait_for(Hello, 2).capabilities
+    """It schedules periodic checkpoints unless the script does, and follow-ups if training continues."""
+    attach({"counter": counter}, **options)
+    assert {"periodic", "follow_ups"} - set(daemon.wait_for(Hello).capabilities) == missing
 
 
 def test_a_periodic_request_is_a_periodic_checkpoint_and_does_not_stop_the_trainer(
@@ -454,7 +437,7 @@ def test_a_periodic_request_is_a_periodic_checkpoint_and_does_not_stop_the_train
     manifest = RankManifest.decode((directory / "rank-00000.json").read_bytes())
     assert (manifest.kind, manifest.step) == ("periodic", 5)
     assert not guard.should_stop
-    daemon._target = None
+    daemon.sends_targets = False
     daemon.send(Request("periodic-2", "due", 300.0, urgency="drain"))
     until(lambda: guard.request is not None, what="the second request")
     daemon.send(Withdrawn("periodic-2", "another set was sealed"))

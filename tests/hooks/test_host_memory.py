@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +20,7 @@ from swansong._torch.host_memory import HostMemory, available_bytes
 from swansong.torch import TrainingState
 
 from testkit.fake_daemon import FakeDaemon
+from testkit.training_parts import Attach
 from testkit.waiting import until
 
 SIZE_BYTES = 4 * 10**6
@@ -178,7 +178,7 @@ def test_the_available_memory_is_a_part_of_the_whole() -> None:
 
 
 def test_only_a_trainer_with_a_daemon_prepares(
-    daemon: FakeDaemon, attach: Callable[..., swansong.Guard], monkeypatch: pytest.MonkeyPatch
+    daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once, after the first step; without a daemon no copy is taken."""
     prepared: list[TrainingState] = []

@@ -20,7 +20,7 @@ from swansong.protocol import Failed, Hello, Sealed
 from testkit.fake_daemon import FakeDaemon
 from testkit.job_store import MemoryJobStore
 from testkit.training_parts import Counter
-from testkit.waiting import until
+from testkit.waiting import in_threads, until
 
 TORCHRUN = {
     "RANK": "3",
@@ -177,18 +177,12 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
 def find_all(group: Group, monkeypatch: pytest.MonkeyPatch, sockets: list[Path]) -> list[Ranks]:
     """Find the position of each rank, which uses the socket in its place of the list."""
     monkeypatch.setattr(position, "_exchanges", iter([7] * len(sockets)))
-    found: dict[int, Ranks] = {}
 
-    def find(rank: int) -> None:
+    def find(rank: int) -> Ranks:
         group.join(rank, len(sockets))
-        found[rank] = find_ranks(str(sockets[rank]))
+        return find_ranks(str(sockets[rank]))
 
-    threads = [threading.Thread(target=find, args=(rank,)) for rank in range(len(sockets))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return [found[rank] for rank in range(len(sockets))]
+    return in_threads(len(sockets), find)
 
 
 def test_ranks_without_variables_exchange_their_daemons(

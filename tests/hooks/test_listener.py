@@ -24,10 +24,8 @@ from testkit.other_users import (
     needs_root,
     reachable_directory,
 )
-from testkit.training_parts import Counter
+from testkit.training_parts import Attach, Counter
 from testkit.waiting import until
-
-Attach = Callable[..., swansong.Guard]
 
 LISTEN = """
 daemon = FakeDaemon(Path(arguments[0]))

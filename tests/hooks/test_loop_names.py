@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +16,8 @@ from swansong.torch import ResumableLoader, TrainingState
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
+
+from testkit.training_parts import Attach
 
 
 class Batches:
@@ -65,9 +67,6 @@ def test_a_name_of_the_loop_alone_is_found(
     batches = Batches()
     exec(compile(script, "/script.py", "exec"), {"batches": batches, "tqdm": tqdm})
     assert batches.found == names
-
-
-Attach = Callable[..., swansong.Guard]
 
 
 def epochs(guard: swansong.Guard, loader: Any, *, reports: bool) -> None:

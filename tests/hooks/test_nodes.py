@@ -34,7 +34,8 @@ from swansong.protocol import (
 )
 
 from testkit.job_store import MemoryJobStore
-from testkit.waiting import until
+from testkit.training_parts import set_rank
+from testkit.waiting import in_threads, until
 
 TRIALS = {"memory": 500, "torch": 300}
 """Number of single rounds, in which each rank arrives at a random moment."""
@@ -277,13 +278,7 @@ def test_all_ranks_of_a_round_read_the_same_decision(
                 )
                 decisions[number].append(decision)  # noqa: B023
 
-        threads = [
-            threading.Thread(target=play, args=(rank,), daemon=True) for rank in range(world)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        in_threads(world, play)
         for (_, steps, _, dead), made in zip(plans, decisions, strict=True):
             assert len(made) == world - len(dead), (seed, trial)
             assert len(set(made)) <= 1, (seed, trial, made)
@@ -324,14 +319,7 @@ def test_two_notices_at_the_same_time(connect: Callable[[], JobStore]) -> None:
     seed = random.randrange(2**32)
     with Job(connect, nodes=2, local=2, seed=seed) as job:
         for number in range(15):
-            threads = [
-                threading.Thread(target=job.request, args=(f"r{number}.{node}", node))
-                for node in (0, 1)
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            in_threads(2, lambda node: job.request(f"r{number}.{node}", node))  # noqa: B023
             for node in (0, 1):
                 step = job.wait_sealed(f"r{number}.{node}", node)
                 job.assert_together()
@@ -472,22 +460,16 @@ def test_keys_of_an_earlier_start_are_ignored(connect: Callable[[], JobStore]) -
 def test_rank_0_chooses_the_checkpoint_for_all(connect: Callable[[], JobStore]) -> None:
     """All ranks get the choice of rank 0, in any order of arrival, and only rank 0 chooses."""
     with Job(connect, nodes=2, local=2) as job:
-        got: dict[int, object] = {}
 
-        def ask(rank: Rank) -> None:
+        def ask(number: int) -> object:
             def decide(_refused: object) -> dict[str, object]:
-                assert rank.ranks.rank == 0
-                assert Begin(rank.training_start.id) in rank.sent
+                assert number == 0
+                assert Begin(job.ranks[0].training_start.id) in job.ranks[0].sent
                 return {"generation": 3, "step": 40}
 
-            got[rank.ranks.rank] = rank.choice.for_resume(decide, lambda _: {})
+            return job.ranks[number].choice.for_resume(decide, lambda _: {})
 
-        threads = [threading.Thread(target=ask, args=(rank,)) for rank in reversed(job.ranks)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert list(got.values()) == [{"generation": 3, "step": 40}] * 4
+        assert in_threads(4, ask) == [{"generation": 3, "step": 40}] * 4
 
 
 def test_a_start_begins_when_no_daemon_has_anything_to_finish(
@@ -610,9 +592,7 @@ def test_a_restore_without_a_daemon_announces_the_absence(
     monkeypatch.setattr(
         Rendezvous, "announce_absence", lambda self: announced.append(self.ranks.rank)
     )
-    environment = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": 1}
-    for name, value in environment.items():
-        monkeypatch.setenv(name, str(value))
+    set_rank(monkeypatch, 1, local_world_size=1)
     with swansong.attach(
         save=lambda _: None, load=lambda _: None, socket=tmp_path / "no.sock"
     ) as guard:
@@ -636,21 +616,9 @@ def roll_all_back(
     job: Job, steps: dict[int, tuple[int, int]], decide: Callable[[int], dict[str, object]]
 ) -> list[object]:
     """Roll back each rank after ``steps[rank]``: its last step, and the first that it does not trust."""
-    got: list[object] = []
-
-    def roll_back(rank: Rank) -> None:
-        got.append(rank.choice.for_rollback(1, *steps[rank.ranks.rank], decide))
-
-    threads = [
-        threading.Thread(target=roll_back, args=(rank,), daemon=True)
-        for rank in reversed(job.ranks)
-        if rank.ranks.rank in steps
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return got
+    return in_threads(
+        len(steps), lambda rank: job.ranks[rank].choice.for_rollback(1, *steps[rank], decide)
+    )
 
 
 def test_all_ranks_roll_back_to_the_choice_of_rank_0(connect: Callable[[], JobStore]) -> None:

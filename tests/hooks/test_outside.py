@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import swansong
 import torch
 from swansong._differences import likely_cause
 from swansong.torch import ResumableLoader, TrainingState
@@ -22,9 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from testkit.fake_daemon import FakeDaemon
+from testkit.training_parts import Attach, save_part
 from testkit.waiting import until
 
-Attach = Callable[..., swansong.Guard]
 DATA = TensorDataset(torch.randn(20, 2))
 STEPS = 6
 
@@ -223,18 +222,6 @@ def stateful() -> Run:
     return run
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital':UserWarning", "ignore:Detected call of:UserWarning")
-@pytest.mark.parametrize(
-    "make", [Run, evaluating, averaging, scheduling_in_parts, plain_tensors, wrapped, stateful]
-)
-def test_what_a_resume_repeats_or_loads_is_not_named(
-    attach: Attach, caplog: pytest.LogCaptureFixture, make: Callable[[], Run]
-) -> None:
-    """An evaluation, a frozen model, and objects in objects of the state."""
-    make().train(attach)
-    assert all(each.startswith("no swansongd at") for each in caplog.messages)
-
-
 def shuffled() -> Run:
     run = Run()
     run.loader = ResumableLoader(DataLoader(DATA, batch_size=2, shuffle=True))
@@ -261,16 +248,20 @@ def with_a_worker() -> Run:
         *(shuffled, one_by_one, with_a_worker),
     ],
 )
-def test_a_resume_in_an_epoch_names_nothing_either(
+def test_what_a_resume_repeats_or_loads_is_not_named(
     attach: Attach,
     daemon: FakeDaemon,
     caplog: pytest.LogCaptureFixture,
     make: Callable[[], Run],
 ) -> None:
-    """Its iterator begins after the batches that were yielded, and belongs to the loader of the state."""
+    """An evaluation, a frozen model, and objects in objects of the state; also after a resume in an epoch.
+
+    The resumed iterator starts after the batches that were yielded, and belongs to the loader of the state.
+    """
     run = make()
     run.saves_at = STEPS - 1
     run.train(attach)
+    assert caplog.messages == []
     (checkpoint,) = daemon.sealed()
     daemon.restorable = lambda: (checkpoint, STEPS - 1)
     caplog.clear()
@@ -365,13 +356,6 @@ def test_an_iterator_of_a_constructor_is_named_in_both_runs(
 # ---------------------------------------------------------------- structure and modes
 
 
-def saved(state: TrainingState, directory: Path) -> Path:
-    own = directory / "rank-00000"
-    own.mkdir()
-    state.snapshot()(own)
-    return directory
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -432,7 +416,7 @@ def test_a_mode_that_the_resumed_script_does_not_set_is_named(
     freeze(first)
     if evaluates:
         first.eval()
-    directory = saved(TrainingState(first), tmp_path)
+    directory = save_part(TrainingState(first), tmp_path)
 
     model = make()
     state = TrainingState(model)
@@ -466,7 +450,7 @@ def test_an_option_of_the_script_that_a_load_replaces_is_named(
         defaults = {"lr": 0.1, "weight_decay": 0.1}
         return TrainingState(model, torch.optim.AdamW(model.parameters(), **{**defaults, **more}))
 
-    directory = saved(make(), tmp_path)
+    directory = save_part(make(), tmp_path)
     make(**options).load(directory)
     found = [each for each in caplog.messages if "has replaced options" in each]
     assert len(found) == bool(texts)
@@ -479,7 +463,7 @@ def test_another_version_of_a_library_is_named(
 ) -> None:
     """Equal versions are not."""
     state = TrainingState(nn.Linear(2, 1))
-    directory = saved(state, tmp_path)
+    directory = save_part(state, tmp_path)
     state.load(directory)
     assert "made elsewhere" not in caplog.text
     before = torch.__version__
@@ -496,7 +480,7 @@ def test_modes_and_versions_of_another_writer_stop_no_training(
     state = TrainingState(nn.Linear(2, 1))
     monkeypatch.setattr("swansong.torch.modes_of", lambda _: value)
     monkeypatch.setattr("swansong.torch.surroundings", lambda: value)
-    directory = saved(state, tmp_path)
+    directory = save_part(state, tmp_path)
     guard = attach(state)
     state.load(directory)
     guard.step(1)

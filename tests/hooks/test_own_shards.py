@@ -23,7 +23,7 @@ from swansong.torch import TrainingState
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from testkit.training_parts import start_of
+from testkit.training_parts import save_part, start_of
 
 STEP = 7
 
@@ -62,9 +62,7 @@ def saved(
         job.model(torch.ones(2, 6)).sum().backward()
         job.optimizer.step()
         change(job)
-        own = directory / rank_directory(rank)
-        own.mkdir(parents=True)
-        job.state.snapshot()(own)
+        own = save_part(job.state, directory, rank) / rank_directory(rank)
         manifest = RankManifest(
             run="run",
             step=step,

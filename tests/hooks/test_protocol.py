@@ -268,6 +268,7 @@ def test_a_rank_manifest_out_of_range_is_refused_with_its_field(name: str, value
     "data",
     [
         b"",
+        b"\xff\xfe",
         b"[]",
         b"null",
         b'"hello"',

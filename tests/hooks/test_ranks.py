@@ -6,18 +6,16 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import swansong
 from swansong import layout
 from swansong._ranks.agreement import Agreement, Due, Ranks
 from swansong.layout import RankManifest
 from swansong.protocol import Accepted, Declined, Failed, Message, Request, Sealed, Target
 
 from testkit.fake_daemon import FakeDaemon
-from testkit.training_parts import Counter
+from testkit.training_parts import Attach, Counter, set_rank
 from testkit.waiting import until
 
 RANKS = 4
@@ -26,17 +24,12 @@ RANKS = 4
 class Job:
     """Four ranks as threads, which only the hooks synchronise."""
 
-    def __init__(
-        self, attach: Callable[..., swansong.Guard], monkeypatch: pytest.MonkeyPatch, **options: int
-    ) -> None:
+    def __init__(self, attach: Attach, monkeypatch: pytest.MonkeyPatch, **options: int) -> None:
         self.stop = threading.Event()
         self.counters = [Counter() for _ in range(RANKS)]
         self.guards = []
-        monkeypatch.setenv("WORLD_SIZE", str(RANKS))
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(RANKS))
         for rank, counter in enumerate(self.counters):
-            monkeypatch.setenv("RANK", str(rank))
-            monkeypatch.setenv("LOCAL_RANK", str(rank))
+            set_rank(monkeypatch, rank, RANKS, RANKS)
             self.guards.append(attach({"counter": counter}, **options))
 
     def train(self, rank: int, seed: int, steps: int = 10**9) -> None:
@@ -60,7 +53,7 @@ class Job:
 
 @pytest.mark.fault("T12", "N09")
 def test_all_ranks_save_the_same_step(
-    daemon: FakeDaemon, attach: Callable[..., swansong.Guard], monkeypatch: pytest.MonkeyPatch
+    daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At any pace of the ranks, each request ends in one sealed set with the same step of every rank."""
     job = Job(attach, monkeypatch)
@@ -89,7 +82,7 @@ def test_all_ranks_save_the_same_step(
 
 
 def test_periodic_checkpoints_need_no_agreement(
-    daemon: FakeDaemon, attach: Callable[..., swansong.Guard], monkeypatch: pytest.MonkeyPatch
+    daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ranks save at the same multiples of a step, and each rank restores its own part."""
     job = Job(attach, monkeypatch, every_steps=10)
@@ -105,7 +98,7 @@ def test_periodic_checkpoints_need_no_agreement(
 
 
 def test_a_failing_rank_voids_the_set(
-    daemon: FakeDaemon, attach: Callable[..., swansong.Guard], monkeypatch: pytest.MonkeyPatch
+    daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If one rank cannot save, the set is not sealed, and all ranks continue to train."""
     job = Job(attach, monkeypatch)
@@ -228,7 +221,7 @@ def test_the_first_target_is_final() -> None:
 
 @pytest.mark.fault("T18")
 def test_all_ranks_finish_one_set(
-    daemon: FakeDaemon, attach: Callable[..., swansong.Guard], monkeypatch: pytest.MonkeyPatch
+    daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The end of the run has a part of every rank, beside a periodic set of the same step."""
     job = Job(attach, monkeypatch, every_steps=5)
@@ -252,7 +245,7 @@ def test_all_ranks_finish_one_set(
 
 @pytest.mark.fault("T03", "D12")
 def test_files_of_a_dead_start_do_not_help_to_seal(
-    daemon: FakeDaemon, attach: Callable[..., swansong.Guard], monkeypatch: pytest.MonkeyPatch
+    daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ranks but one had written when the job died; after a restart all ranks must write again."""
     job = Job(attach, monkeypatch)

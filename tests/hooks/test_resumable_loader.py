@@ -29,6 +29,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from testkit.training_parts import save_part
+
 EPOCHS, SAMPLES = 3, 10
 
 
@@ -497,9 +499,7 @@ class Epochs:
 
     def snapshot(self) -> None:
         if self.directory is not None and self.snapshots == self.stop_at:
-            own = self.directory / "rank-00000"
-            own.mkdir()
-            self.state.snapshot()(own)
+            save_part(self.state, self.directory)
             raise Preempted
         self.snapshots += 1
 
@@ -554,7 +554,6 @@ def test_the_work_at_the_end_of_an_epoch_has_its_effect_once(work: str, tmp_path
         if work == "ae" and stop_at % 5 == 3:
             continue  # between the change of a model and end_epoch(): see the next test
         directory = tmp_path / str(stop_at)
-        directory.mkdir()
         first = Epochs(work, stop_at=stop_at, directory=directory)
         with pytest.raises(Preempted):
             first.train()

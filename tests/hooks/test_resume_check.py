@@ -23,6 +23,7 @@ from swansong._checkpoint.first_check import check_command
 from swansong.testing import ResumeMismatchError, TrainerFailedError, check_resume
 
 from testkit.fake_daemon import FakeDaemon
+from testkit.training_parts import Attach
 from testkit.waiting import until
 
 ENVIRONMENT = {"PYTHONPATH": str(Path(swansong.__file__).parents[1])}
@@ -466,7 +467,7 @@ def test_a_check_ends_with_a_notice(
 
 def test_a_notice_ends_the_check_of_a_fresh_run(
     daemon: FakeDaemon,
-    attach: Callable[..., swansong.Guard],
+    attach: Attach,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,

@@ -32,11 +32,10 @@ from swansong.protocol import (
 
 from testkit.fake_daemon import FakeDaemon
 from testkit.job_store import MemoryJobStore
-from testkit.training_parts import Counter
-from testkit.waiting import until
+from testkit.training_parts import Attach, Counter, set_rank
+from testkit.waiting import in_threads, until
 
 T = TypeVar("T")
-Attach = Callable[..., swansong.Guard]
 AttachRank = Callable[[int], swansong.Guard]
 UNKNOWN = (PARENT_UNKNOWN, -1)
 
@@ -46,8 +45,7 @@ def rank(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> AttachRank:
     """Function that attaches this rank of a job with two ranks on one VM."""
 
     def attach_rank(rank: int) -> swansong.Guard:
-        for name, value in (("RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2)):
-            monkeypatch.setenv(name, str(value))
+        set_rank(monkeypatch, rank)
         return attach({"counter": Counter()})
 
     return attach_rank
@@ -55,17 +53,7 @@ def rank(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> AttachRank:
 
 def together(*calls: Callable[[], T]) -> list[T]:
     """Call the functions in one thread each, as the ranks of a job do; returns their results."""
-    results: dict[int, T] = {}
-
-    def call(number: int) -> None:
-        results[number] = calls[number]()
-
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return [results[number] for number in range(len(calls))]
+    return in_threads(len(calls), lambda number: calls[number]())
 
 
 def saved(daemon: FakeDaemon, step: int, *guards: swansong.Guard) -> tuple[Path, str]:
@@ -405,9 +393,7 @@ def test_over_several_vms_the_rendezvous_names_the_start(
     guards = []
     with ExitStack() as opened:
         for number, daemon in enumerate(vms):
-            place = {"RANK": number, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": number}
-            for name, value in place.items():
-                monkeypatch.setenv(name, str(value))
+            set_rank(monkeypatch, number, local_world_size=1)
             guards.append(swansong.attach({"counter": Counter()}, socket=daemon.path))
             opened.callback(guards[-1]._end, "test over")
             if number == 0:

@@ -32,7 +32,7 @@ from swansong.state import (
 )
 from swansong.torch import TrainingState
 
-from testkit.training_parts import Counter
+from testkit.training_parts import Counter, save_part
 
 ARRAYS = hnp.arrays(
     dtype=st.one_of(
@@ -217,8 +217,7 @@ def test_objects_of_pytorch_become_a_training_state(tmp_path: Path) -> None:
     before, after = script(1.0), script(0.0)
     state = state_of(before, None, None)
     assert isinstance(state, TrainingState)
-    (tmp_path / "rank-00000").mkdir()
-    state.snapshot()(tmp_path / "rank-00000")
+    save_part(state, tmp_path)
     mean, replayed = after["mean"], after["replay"][0]
     state_of(after, None, None).load(tmp_path)
     assert torch.equal(after["net"].weight, before["net"].weight)

@@ -3,19 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from swansong._torch.modules import load_module, state_of_module
 from swansong.torch import TrainingState, load_weights
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
+
+from testkit.training_parts import save_part
 
 
 class Named(nn.Module):
@@ -32,13 +33,6 @@ class Named(nn.Module):
 
 
 PLAIN = list(Named().state_dict())
-
-
-@pytest.fixture
-def process_group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def compiled(module: Any) -> Any:
@@ -85,13 +79,6 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def written(state: TrainingState, directory: Path) -> Path:
-    own = directory / "rank-00000"
-    own.mkdir(parents=True)
-    state.snapshot()(own)
-    return directory
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.usefixtures("process_group")
 def test_wrappers_do_not_change_names(tmp_path: Path) -> None:
@@ -102,7 +89,7 @@ def test_wrappers_do_not_change_names(tmp_path: Path) -> None:
         state = TrainingState(wrapped, torch.optim.SGD(wrapped.parameters(), 0.1))
         wanted = {key: value.clone() for key, value in state_of_module(model).items()}
         assert list(wanted) == PLAIN, name
-        directory = written(state, tmp_path / name)
+        directory = save_part(state, tmp_path / name)
         assert list(load_weights(directory)) == PLAIN, name
         plain = Named()
         TrainingState(plain, torch.optim.SGD(plain.parameters(), 0.1)).load(directory)
@@ -152,7 +139,7 @@ class Odd(nn.Module):
 def test_unusual_entries_are_restored(tmp_path: Path) -> None:
     """Tied, complex, float8, empty, scalar, transposed and parametrised tensors, and extra state."""
     before = Odd(1)
-    directory = written(TrainingState(before), tmp_path)
+    directory = save_part(TrainingState(before), tmp_path)
     after = Odd(2)
     passing = after.passing.clone()
     TrainingState(after).load(directory)

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import swansong
 import torch
-import torch.distributed as dist
 from swansong._torch.order import STEPS_MAX
 from swansong.torch import ResumableLoader, TrainingState
 from torch import nn
@@ -20,14 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-Attach = Callable[..., swansong.Guard]
-
-
-@pytest.fixture
-def process_group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+from testkit.training_parts import Attach, save_part
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -234,12 +225,10 @@ def test_an_optimizer_with_another_layout_is_restored(
     assert not optimizer.inner.state
     steps(model, optimizer)
     guard.step(2)
-    own = tmp_path / "set" / "rank-00000"
-    own.mkdir(parents=True)
-    state.snapshot()(own)
+    directory = save_part(state, tmp_path)
     wanted = steps(model, optimizer)
     again, other, loaded = trainer(2)
-    loaded.load(own.parent)
+    loaded.load(directory)
     assert steps(again, other) == wanted
 
 

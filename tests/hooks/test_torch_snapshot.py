@@ -8,7 +8,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,10 +22,9 @@ from swansong.torch import TrainingState
 from torch import nn
 
 from testkit.fake_daemon import FakeDaemon
-from testkit.training_parts import DEVICE
+from testkit.training_parts import DEVICE, Attach
 from testkit.waiting import until
 
-Attach = Callable[..., swansong.Guard]
 HOOKS = Path(swansong.__file__).parents[1]
 
 

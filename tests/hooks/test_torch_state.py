@@ -38,7 +38,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from testkit.fake_daemon import FakeDaemon
-from testkit.training_parts import DEVICE
+from testkit.training_parts import DEVICE, Attach, save_part, set_rank
 from testkit.waiting import until
 
 
@@ -113,7 +113,7 @@ def test_all_state_is_restored(tmp_path: Path, at: int) -> None:
     before = Trainer(1)
     before.steps(at)
     before.state.values["best"] = (0.5, {"epoch": 2})
-    directory = written(before.state.snapshot(), tmp_path)
+    directory = save_part(before.state, tmp_path)
     wanted = before.steps(15)
     after = Trainer(2)
     after.state.load(directory)
@@ -141,7 +141,7 @@ def test_moments_have_the_order_in_memory_of_their_parameters(tmp_path: Path) ->
 
     before, after = trainer(1), trainer(2)
     step(*before)
-    directory = written(TrainingState(*before).snapshot(), tmp_path)
+    directory = save_part(TrainingState(*before), tmp_path)
     TrainingState(*after).load(directory)
     step(*before)
     step(*after)
@@ -156,7 +156,7 @@ def test_another_default_device_changes_nothing(tmp_path: Path) -> None:
     wanted = model.weight.detach().clone()
     torch.set_default_device("meta")
     try:
-        directory = written(state.snapshot(), tmp_path)
+        directory = save_part(state, tmp_path)
         with torch.no_grad():
             model.weight.zero_()
         state.load(directory)
@@ -221,7 +221,7 @@ def test_copies_share_their_memory_one_after_the_other(
     trainer = Trainer(1)
     for name in "abc":
         trainer.steps(1)
-        written(trainer.state.snapshot(), tmp_path / name)
+        save_part(trainer.state, tmp_path / name)
     trainer.state.snapshot()
     with pytest.raises(FileNotFoundError):
         trainer.state.snapshot()(tmp_path / "absent")
@@ -238,7 +238,7 @@ def test_weights_without_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """load_weights() returns full tensors from all files, and tied ones under both names."""
     monkeypatch.setattr(arena, "FILE_BYTES", 300)
     trainer = Trainer(1)
-    directory = written(trainer.state.snapshot(), tmp_path)
+    directory = save_part(trainer.state, tmp_path)
     assert len(list((directory / "rank-00000").glob("model-*.safetensors"))) > 1
     weights = load_weights(directory)
     wanted = trainer.model.state_dict()
@@ -305,13 +305,12 @@ def test_an_index_of_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     """Each of two ranks took itself for the whole job: neither state is loaded as if it were that of both."""
     trainer = Trainer(1)
     for rank in range(2):
-        (tmp_path / f"rank-{rank:05d}").mkdir()
-        trainer.state.snapshot()(tmp_path / f"rank-{rank:05d}")
+        save_part(trainer.state, tmp_path, rank)
     with pytest.raises(ValueError, match="rank 0 is of a job of 1 ranks, but 2 ranks wrote"):
         trainer.state.load(tmp_path)
     trainer.state.ranks = Ranks(rank=0, world_size=2, local_world_size=2)
     for rank in range(2):
-        trainer.state.snapshot()(tmp_path / f"rank-{rank:05d}")
+        save_part(trainer.state, tmp_path, rank)
     with pytest.raises(ValueError, match=r"rank-00001/state.json is of rank 0"):
         trainer.state.load(tmp_path)
 
@@ -322,7 +321,7 @@ def test_a_broken_checkpoint_is_refused(tmp_path: Path, damage: str) -> None:
     """A truncated, missing or wrong part is an error that names it."""
     trainer = Trainer(1)
     trainer.steps(1)
-    directory = written(trainer.state.snapshot(), tmp_path)
+    directory = save_part(trainer.state, tmp_path)
     own = directory / "rank-00000"
     victim = own / "optimizer-00000.safetensors"
     data = victim.read_bytes()
@@ -348,7 +347,7 @@ def test_a_flipped_bit_is_detected_anywhere(tmp_path: Path) -> None:
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     state = TrainingState(model, optimizer)
-    directory = written(state.snapshot(), tmp_path)
+    directory = save_part(state, tmp_path)
     wanted = [value.clone() for value in model.state_dict().values()]
     refused = 0
     for file in sorted((directory / "rank-00000").iterdir()):
@@ -415,7 +414,7 @@ def test_the_checksum_covers_all_blocks(tail_bytes: int) -> None:
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
     """Other shapes, types and names raise an error before any training."""
-    directory = written(Trainer(1).state.snapshot(), tmp_path)
+    directory = save_part(Trainer(1).state, tmp_path)
     with pytest.raises(ValueError, match=r"has the shape .* was saved in the shape"):
         Trainer(1, width=9).state.load(directory)
     other = Trainer(1)
@@ -463,9 +462,6 @@ class Held:
             return write(arena, directory)
 
         monkeypatch.setattr(Arena, "write", held)
-
-
-Attach = Callable[..., swansong.Guard]
 
 
 @pytest.mark.fault("T07", "T16")
@@ -707,7 +703,7 @@ def test_another_number_of_ranks(tmp_path: Path, warm_python: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(2, 7)).sum().backward()
     optimizer.step()
-    written(TrainingState(model, optimizer).snapshot(), tmp_path / "one")
+    save_part(TrainingState(model, optimizer), tmp_path / "one")
     torch.save(model.state_dict(), tmp_path / "one.pt")
     hooks = str(Path(swansong.__file__).parents[1])
     children = [
@@ -756,8 +752,7 @@ def test_state_that_differs_between_ranks_needs_resize(
     assert guard.save(3)
     assert guard.wait_saved(10)
     daemon.restorable = lambda: (daemon.sealed()[0], 3)
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
+    set_rank(monkeypatch, 1)
     with pytest.raises(
         RestoreError, match=r"it is of 1 ranks and this job has 2.* loader and noise and numpy"
     ):

@@ -18,8 +18,7 @@ from swansongd.core.events import (
     SignalSent,
     SignalTrainer,
 )
-from swansongd.core.lifecycle import ASG_SOURCE
-from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE
+from swansongd.core.transition import EXIT_STOPPED, HOST_SOURCE, LOGIND_SOURCE
 from swansongd.observe.phase import Phase, phase_of
 
 from testkit.story import MIB, Story, joined
@@ -87,16 +86,6 @@ def test_a_farewell_foretells_the_verdict_of_the_wait() -> None:
     assert story.verdicts == ["NO_TRAINING generation 1 step 50"]
 
 
-@pytest.mark.parametrize("source", [LOGIND_SOURCE, HOST_SOURCE, ASG_SOURCE])
-def test_a_vm_that_ends_with_its_verdict_waits_for_no_unknown_trainer(source: str) -> None:
-    """A shutdown starts no units, and an idle VM of a group must not be held."""
-    story = Story()
-    story.wait(RECONNECT_S)
-    story.notice(source=source, severity=Severity.SHUTTING_DOWN)
-    story.scan()
-    assert story.verdicts == ["NO_TRAINING None"]
-
-
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_trainer_that_connects_after_the_verdict_gets_another_one(dies: bool) -> None:
     """It is asked.  Its steps are lost unless it answers: then NO_TRAINING would claim too much."""
@@ -144,7 +133,7 @@ def test_a_shutdown_waits_for_a_trainer_that_reconnects() -> None:
     story.join(2, step=9)
     story.serve(9, connection=2)
     assert story.verdicts == ["SAFE generation 2 step 10"]
-    assert story.all(Exit)
+    assert story.last(Exit).code == EXIT_STOPPED
 
 
 def test_a_restarted_daemon_waits_for_the_trainers_of_the_earlier_one() -> None:

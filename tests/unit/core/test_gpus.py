@@ -13,7 +13,6 @@ from swansong_bucket.model import (
     GPU_IS_SOUND,
     CommitRef,
     GpuHealth,
-    GpuStatus,
     Parent,
     Severity,
     is_healthy,
@@ -23,7 +22,6 @@ from swansongd.core.events import (
     AskTrainers,
     CommitManifest,
     Conclude,
-    GpusRead,
     Log,
     Mark,
     NoticeRaised,
@@ -35,30 +33,11 @@ from swansongd.core.gpus import KNOWN_MAX, SOURCE
 from swansongd.core.planner import choose
 from swansongd.core.staged_sets import marked
 from swansongd.core.state import StartState
-from swansongd.observe.phase import Phase, phase_of
 
 from testkit.story import Story, a_set, joined
 
 DYING_S = 600.0
 SPOT_S = 120.0
-
-
-def a_gpu(health: GpuHealth = GpuHealth.OK, *, index: int = 0, reason: str = "Xid 95") -> GpuStatus:
-    return GpuStatus(
-        pci=f"0000:{index:02x}:00",
-        index=index,
-        uuid=f"GPU-{index}",
-        name="NVIDIA H100",
-        health=health,
-        reason=reason,
-        since_mono_s=1000.0,
-        xids={"dying": 1},
-    )
-
-
-def read(story: Story, *healths: GpuHealth) -> None:
-    gpus = tuple(a_gpu(health, index=index) for index, health in enumerate(healths))
-    story.tell(GpusRead(gpus))
 
 
 def trained(**facts: object) -> Story:
@@ -67,14 +46,14 @@ def trained(**facts: object) -> Story:
     story.join(step=3, start_id="first")
     story.commit(3, start_id="first")
     story.progress(5)
-    read(story, GpuHealth.OK, GpuHealth.OK)
+    story.read_gpus(GpuHealth.OK, GpuHealth.OK)
     return story
 
 
 def suspect(health: GpuHealth = GpuHealth.DYING) -> Story:
     """Training at step 5, one of whose GPUs has failed."""
     story = trained()
-    read(story, health, GpuHealth.OK)
+    story.read_gpus(health, GpuHealth.OK)
     return story
 
 
@@ -82,7 +61,7 @@ def with_late_set() -> Story:
     """Step 4 was sealed before a GPU failed, and step 5 after it; neither is committed."""
     story = trained()
     story.seal(4, start_id="first")
-    read(story, GpuHealth.DYING, GpuHealth.OK)
+    story.read_gpus(GpuHealth.DYING, GpuHealth.OK)
     story.seal(5, "late", start_id="first")
     return story
 
@@ -98,7 +77,7 @@ def test_a_failed_gpu_flushes_what_is_sealed_and_asks_for_nothing(health: GpuHea
     """The verdict does not count the steps that only the trainer has."""
     story = trained()
     story.seal(4, start_id="first")
-    read(story, GpuHealth.OK, health)
+    story.read_gpus(GpuHealth.OK, health)
     story.notice(DYING_S, SOURCE)
     assert plans(story) == ["FLUSH"]
     story.store_all()
@@ -111,10 +90,10 @@ def test_the_verdict_is_safe_if_no_step_is_lost() -> None:
     """Training accepted the request at the step of a sound commit, before the failure was read."""
     story = joined(step=3, start_id="first")
     story.seal(3, start_id="first")
-    read(story, GpuHealth.OK)
+    story.read_gpus(GpuHealth.OK)
     story.notice(SPOT_S)
     story.accept(3)
-    read(story, GpuHealth.DYING)
+    story.read_gpus(GpuHealth.DYING)
     story.store_all()
     assert story.conclude() == ["SAFE generation 2 step 3"]
 
@@ -170,7 +149,7 @@ def test_a_request_in_progress_ends_when_a_gpu_fails() -> None:
     story = trained()
     story.notice(SPOT_S)
     request_id = story.request_id
-    read(story, GpuHealth.DYING, GpuHealth.OK)
+    story.read_gpus(GpuHealth.DYING, GpuHealth.OK)
     assert story.last(WithdrawRequest).request_id == request_id
     answered = story.answer(6)
     story.store_all()
@@ -178,17 +157,6 @@ def test_a_request_in_progress_ends_when_a_gpu_fails() -> None:
     assert answered.id in story.state.staging.suspect
     assert all(verdict.startswith("PARTIAL") for verdict in story.verdicts)
     assert len(story.all(AskTrainers)) == 1
-
-
-def test_sets_after_the_failure_are_committed_and_unhealthy() -> None:
-    """The set before the failure stays pinned, so it is committed as well."""
-    story = with_late_set()
-    late = next(s for s in story.state.staging.staged if s.id.step == 5)
-    assert is_healthy(late.health) is False
-    assert story.state.pinned is not None
-    assert story.state.pinned.id.step == 4
-    story.store_all()
-    assert {4, 5} <= set(story.flushes)
 
 
 def test_a_rebuilt_state_recognises_the_same_suspect_sets() -> None:
@@ -205,9 +173,9 @@ def test_a_rebuilt_state_recognises_the_same_suspect_sets() -> None:
 def test_adopted_sets_are_suspect_while_a_gpu_has_failed() -> None:
     """The process that wrote them is not known."""
     story = Story()
-    read(story, GpuHealth.LOST)
+    story.read_gpus(GpuHealth.LOST)
     story.seal(4, framework="adopted")
-    read(story, GpuHealth.OK)
+    story.read_gpus(GpuHealth.OK)
     story.seal(5, "b", framework="adopted")
     marks = {s.id.step: s.health.get(GPU_IS_SOUND) for s in story.state.staging.staged}
     assert marks == {4: 0.0, 5: None}
@@ -216,7 +184,7 @@ def test_adopted_sets_are_suspect_while_a_gpu_has_failed() -> None:
 def test_sets_of_the_first_scan_are_not_suspect() -> None:
     """They predate the daemon, which saw no failure then."""
     story = Story(claimed=False)
-    read(story, GpuHealth.LOST)
+    story.read_gpus(GpuHealth.LOST)
     story.seal(4)
     assert not story.state.staging.suspect
 
@@ -224,29 +192,18 @@ def test_sets_of_the_first_scan_are_not_suspect() -> None:
 def test_no_signal_is_sent_to_an_unknown_process_while_a_gpu_has_failed() -> None:
     """Its GPUs may include the failed one."""
     story = Story(signals_trainer=True)
-    read(story, GpuHealth.LOST)
+    story.read_gpus(GpuHealth.LOST)
     story.notice(SPOT_S)
     story.wait(1)
     assert not story.all(SignalTrainer)
-
-
-def test_the_verdict_does_not_wait_for_a_trainer() -> None:
-    """A trainer that crashed with its GPU does not come back for this checkpoint."""
-    story = suspect(GpuHealth.LOST)
-    story.leave()
-    story.notice(DYING_S, SOURCE)
-    story.scan()
-    story.wait(1)
-    assert phase_of(story.state) is not Phase.WAITING_FOR_TRAINER
-    assert story.verdicts
 
 
 def test_changes_are_logged_once() -> None:
     """Xid counts alone change no health."""
     story = trained()
     for _ in range(3):
-        read(story, GpuHealth.DEGRADED, GpuHealth.OK)
-    read(story, GpuHealth.OK, GpuHealth.OK)
+        story.read_gpus(GpuHealth.DEGRADED, GpuHealth.OK)
+    story.read_gpus(GpuHealth.OK, GpuHealth.OK)
     lines = [dict(line.facts) for line in story.all(Log) if line.event == "gpu_health"]
     assert [line["health"] for line in lines] == ["degraded", "ok"]
 
@@ -254,7 +211,7 @@ def test_changes_are_logged_once() -> None:
 def test_the_report_lists_the_gpus() -> None:
     """One entry for each GPU."""
     story = trained()
-    read(story, GpuHealth.LOST)
+    story.read_gpus(GpuHealth.LOST)
     story.now += 5
     (gpu,) = story.status.gpus
     assert (gpu.index, gpu.health, gpu.xids) == (0, "lost", {"dying": 1})
@@ -364,7 +321,7 @@ def test_no_signal_is_sent_after_a_restart() -> None:
     """The process has the same start for the next daemon; another process got working GPUs."""
     story = Story(signals_trainer=True)
     story.process("process-a")
-    read(story, GpuHealth.LOST)
+    story.read_gpus(GpuHealth.LOST)
     for start_id in ("process-a", "process-b"):
         after = story.restarted()
         after.process(start_id)
@@ -405,17 +362,17 @@ EVENTS = (
 def test_only_starts_after_the_last_failure_are_asked(events: list[str]) -> None:
     """For any sequence of failures, restarts of the daemon and starts of the training."""
     story = Story()
-    read(story, GpuHealth.OK)
+    story.read_gpus(GpuHealth.OK)
     start, used_failed_gpu = 0, False
     for number, event in enumerate(events, 1):
         if "restart" in event:
             story = story.restarted()
         if "fails" in event:
-            read(story, GpuHealth.OK)
-            read(story, GpuHealth.LOST)
+            story.read_gpus(GpuHealth.OK)
+            story.read_gpus(GpuHealth.LOST)
             used_failed_gpu = True
         if event == "GPU recovers":
-            read(story, GpuHealth.OK)
+            story.read_gpus(GpuHealth.OK)
         if event.startswith("trainer"):
             story.leave(start)
             start, used_failed_gpu = number * (event == "trainer starts"), False
@@ -433,9 +390,9 @@ def test_a_set_of_the_time_without_a_daemon_is_doubtful_in_any_order(scans_first
     story = before.restarted(claimed=False)
     if scans_first:
         story.scan()
-        read(story, GpuHealth.DYING, GpuHealth.OK)
+        story.read_gpus(GpuHealth.DYING, GpuHealth.OK)
     else:
-        read(story, GpuHealth.DYING, GpuHealth.OK)
+        story.read_gpus(GpuHealth.DYING, GpuHealth.OK)
         story.scan()
     story.tell(RunRead(before.state.commits.last_complete, "first"))
     story.notice(SPOT_S)
@@ -459,7 +416,7 @@ def test_a_set_that_is_sent_when_the_failure_is_read_is_marked(is_stored: bool) 
             story.state, flush=replace(story.state.flush, retry_mono_s=story.now + 5)
         )  # the manifest waits
         story.flushed()
-    read(story, GpuHealth.DYING, GpuHealth.OK)
+    story.read_gpus(GpuHealth.DYING, GpuHealth.OK)
     if not is_stored:
         story.flushed()
     story.wait(10)
@@ -472,8 +429,8 @@ def test_the_list_of_suspect_starts_is_bounded() -> None:
     for number in range(2 * KNOWN_MAX):
         story.leave(number)
         story.join(number + 1, pid=number + 1, start_id=f"start-{number}")
-        read(story, GpuHealth.OK)
-        read(story, GpuHealth.LOST)
+        story.read_gpus(GpuHealth.OK)
+        story.read_gpus(GpuHealth.LOST)
     starts = story.state.gpus.suspect_starts
     assert len(starts) == KNOWN_MAX
     assert f"start-{2 * KNOWN_MAX - 1}" in starts
@@ -489,7 +446,7 @@ def test_a_restarted_daemon_repeats_safe_for_no_commit_of_suspect_training() -> 
     (live,) = story.state.notices.live.values()
     after = story.restarted()
     after.tell(NoticeRaised(live))
-    read(after, GpuHealth.LOST, GpuHealth.OK)
+    after.read_gpus(GpuHealth.LOST, GpuHealth.OK)
     after.commit(12, "late", start_id="first")
     after.join(step=9, start_id="first")
     assert after.conclude()[-1] == "PARTIAL generation 2 step 12"

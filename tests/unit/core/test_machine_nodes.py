@@ -10,14 +10,12 @@ from swansong_bucket.model import (
     UNKNOWN_PARENT,
     CommitRef,
     GpuHealth,
-    GpuStatus,
     Parent,
     Staged,
     Start,
     VmPart,
 )
 from swansongd.core import machine
-from swansongd.core.emergency import REQUESTS_MAX
 from swansongd.core.evacuation import evacuation_id
 from swansongd.core.events import (
     AskTrainers,
@@ -31,7 +29,6 @@ from swansongd.core.events import (
     FenceFound,
     FinishAsked,
     GenerationClaimed,
-    GpusRead,
     Log,
     Mark,
     NoticeRaised,
@@ -122,16 +119,6 @@ def started() -> Node:
     node = Node()
     node.begin()
     return node
-
-
-def test_nothing_is_claimed_before_the_ranks_report_their_start() -> None:
-    """Separate claims would fence the other VMs; one start, reported by all ranks, is claimed once."""
-    node = Node()
-    node.join_one_of(2)
-    assert not node.all(ClaimGeneration)
-    node.tell(StartBegun(1, "first"))
-    node.tell(StartBegun(1, "first"))
-    assert node.all(ClaimGeneration) == [ClaimGeneration("first", nodes=2, began_ticks=1100)]
 
 
 def test_a_fence_between_two_starts_does_not_end_the_daemon() -> None:
@@ -227,14 +214,6 @@ def test_a_checkpoint_with_a_failed_gpu_of_another_vm_is_not_safe(*, is_restarte
     assert node.final == ["PARTIAL generation 3 step 9"]
 
 
-def test_our_own_request_from_another_rank_is_not_a_notice() -> None:
-    """Another rank of this VM may report it first."""
-    node = started()
-    raised = node.notice()
-    node.tell(PeerRequested(node.request_id, "the same", 60.0))
-    assert set(node.state.notices.live) == {raised.source}
-
-
 def test_the_deadline_of_another_vm_does_not_replace_ours() -> None:
     """While this VM has a deadline, that one counts."""
     node = started()
@@ -281,21 +260,6 @@ def test_a_failed_request_is_repeated_while_a_checkpoint_fits() -> None:
     node.agree(9)
     node.complete()
     assert node.final == ["SAFE generation 3 step 9"]
-
-
-def test_requests_that_all_fail_end_with_the_reason_of_the_last() -> None:
-    """Each has another id, the pauses grow, and no request is made that would not fit."""
-    node = started()
-    node.notice(in_s=100)
-    for _ in range(1200):
-        if node.state.evacuation is not None and node.evacuation.request.is_waiting:
-            node.tell(TrainerFailed(1, node.request_id, "declined: rank 0 waited 4.0 s"))
-        node.scan()
-        node.wait(0.1)
-    ids = [ask.request_id for ask in node.all(AskTrainers)]
-    assert len(set(ids)) == len(ids) == REQUESTS_MAX
-    assert node.final == ["LOST None"]
-    assert "rank 0 waited" in node.last(Conclude).reason
 
 
 def test_only_the_vm_with_the_notice_repeats_its_request() -> None:
@@ -402,16 +366,6 @@ def test_a_part_alone_is_not_safe_at_the_deadline(whole_before: bool, word: str)
     assert "this VM's part of generation 3 step 9 is committed (1 of 2 VMs)" in last.reason
     node.counted(ref, 2)
     assert node.final[1:] == ["SAFE generation 3 step 9"]
-
-
-def test_a_set_sealed_meanwhile_does_not_wait_for_the_other_vms() -> None:
-    """Training continues after the save: later sets are flushed while the other VMs are slow."""
-    node = started()
-    node.notice(in_s=60)
-    node.agree(9)
-    node.commit_own_part()
-    node.seal_part(12)
-    assert node.flushes == [9, 12]
 
 
 @pytest.mark.fault("G17", "O03")
@@ -660,15 +614,6 @@ def test_a_fenced_vm_concludes_a_notice_immediately() -> None:
     assert phase_of(node.state) is not Phase.FENCED
 
 
-def test_a_vm_that_finds_its_start_overtaken_is_fenced() -> None:
-    """It wanted a generation, and another start had claimed the run."""
-    node = Node()
-    node.grants = False
-    node.begin()
-    node.tell(FenceFound(7))
-    assert phase_of(node.state) is Phase.FENCED
-
-
 def with_a_part_on_its_way() -> Node:
     """Step 8 is whole; the manifest of this VM's part of step 20 is being written."""
     node = started()
@@ -732,10 +677,7 @@ def test_the_ranks_of_other_vms_may_be_a_step_ahead(target: int, word: str) -> N
 def test_a_doubtful_part_that_becomes_whole_at_a_claim_stays_doubtful() -> None:
     """This VM's GPU had failed before it was sealed: its manifest has the mark."""
     node = started()
-    gpu = GpuStatus(
-        pci="0000:3b:00", index=0, health=GpuHealth.LOST, reason="Xid 79", since_mono_s=1.0
-    )
-    node.tell(GpusRead((gpu,)))
+    node.read_gpus(GpuHealth.LOST)
     node.seal_part(20)
     ref = node.commit_own_part()
     node.grants = False

@@ -120,20 +120,6 @@ def test_a_time_in_the_past_still_causes_a_request() -> None:
     assert len(story.all(AskTrainers)) == 1
 
 
-def test_too_little_time_still_causes_a_request() -> None:
-    """2 s are left of 5 s of reserve, without other work: a commit that succeeds anyway is SAFE."""
-    story = joined(step=3)
-    story.notice(in_s=2)
-    story.wait(0.5)
-    story.accept(3)
-    story.answer(4)
-    story.wait(2)  # the deadline has passed, and the VM is alive
-    story.store_all()
-    assert story.verdicts[-1] == "SAFE generation 2 step 4"
-    story.wait(notices.OUTLIVED_S)
-    assert phase_of(story.state) is Phase.IDLE
-
-
 def test_a_time_in_the_past_changes_no_verdict() -> None:
     """After SAFE an overdue event causes no request, moves no deadline and worsens no verdict."""
     story = joined(step=3)

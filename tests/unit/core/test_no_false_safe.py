@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Longer histories that once led to a SAFE for a state from which training had moved on.
 
-``test_proof.py`` has one history for each rule, ``test_honest_training.py`` the property for any history, and
+``test_proof.py`` has one history for each rule, :mod:`testkit.simulation` the property for any history, and
 ``test_machine_nodes.py`` the histories of jobs over several VMs.
 """
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from swansong_bucket.model import CommitRef, GpuHealth, GpuStatus, Parent, Severity
+from swansong_bucket.model import CommitRef, GpuHealth, Parent, Severity
 from swansongd.core.events import (
     Conclude,
     FenceFound,
-    GpusRead,
     NoticeRaised,
     RestoreAsked,
     RunRead,
@@ -270,10 +269,7 @@ def gpu_failed() -> Story:
     story = committed(460)
     story.notice(60)
     story.accept(460)
-    lost = GpuStatus(
-        pci="0000:3b:00", index=0, health=GpuHealth.LOST, reason="Xid 79", since_mono_s=1.0
-    )
-    story.tell(GpusRead((lost,)))
+    story.read_gpus(GpuHealth.LOST)
     story.seal(461, "late")
     story.leave(is_goodbye=True)
     story.store_all()

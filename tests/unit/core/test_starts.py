@@ -11,7 +11,6 @@ from swansong_bucket.model import UNKNOWN_PARENT, CommitRef, Parent, Staged, Sta
 from swansongd.core import machine
 from swansongd.core.arrival import RECONNECT_S
 from swansongd.core.events import (
-    CancelFlush,
     ClaimGeneration,
     CommitManifest,
     Exit,
@@ -331,44 +330,6 @@ def test_a_rank_that_attaches_again_after_its_goodbye_waits_for_the_next_start()
     assert story.last(TellStart) == TellStart("b", (3,))
 
 
-# ---------------------------------------------------------------- several VMs
-
-
-def node(*, generation: int = 2) -> Story:
-    """One of two VMs with one rank each; the job has begun."""
-    story = Story(generation=generation)
-    story.join(ranks=1, nodes=2, start_id="")
-    story.tell(StartBegun(1, "first"))
-    return story
-
-
-def parts(*steps: int, start_id: str = "first") -> list[Staged]:
-    return [a_set(step, f"n{step}", start_id=start_id, nodes=2) for step in steps]
-
-
-def scan(story: Story, sets: Iterable[Staged]) -> None:
-    story.staging += sets
-    story.scan()
-
-
-def test_over_several_vms_nothing_of_an_earlier_start_is_committed() -> None:
-    """The next start has chosen without it; also not a set that is found later, or at a late claim."""
-    story = node()
-    scan(story, parts(10))
-    story.grants = False
-    story.tell(StartBegun(1, "second"))
-    assert story.all(CancelFlush)
-    scan(story, parts(11))
-    story.tell(GenerationClaimed("first", 2, None))
-    story.grants = True
-    story.next_generation = 3
-    story.grant("second")
-    story.wait(60)
-    assert story.flushes == [10]
-    scan(story, parts(3, start_id="second"))
-    assert story.state.ref_of(story.flight.staged.id) == CommitRef(3, 3)
-
-
 def test_a_start_that_has_lost_the_run_before_its_claim_claims_nothing() -> None:
     """It waits for the limit of claims.  A later claim would take the run from the start elsewhere."""
     story = joined(nodes=2, start_id="")
@@ -384,6 +345,11 @@ def test_a_start_that_has_lost_the_run_before_its_claim_claims_nothing() -> None
 
 def adopted(step: int, written_ns: int) -> Staged:
     return a_set(step, f"x{step}", framework="checkpoint-n", written_ns=written_ns)
+
+
+def scan(story: Story, sets: Iterable[Staged]) -> None:
+    story.staging += sets
+    story.scan()
 
 
 def test_each_process_without_hooks_is_one_start() -> None:

@@ -8,6 +8,7 @@ import os
 import resource
 import threading
 import weakref
+from collections.abc import Callable
 from itertools import count, pairwise
 from pathlib import Path
 
@@ -15,7 +16,6 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
-from swansong_bucket.errors import Permanent, Transient
 from swansong_bucket.model import CommitRef, StagedFile
 from swansong_bucket.stores.base import Moved
 from swansong_bucket.util.concurrency import FIRST
@@ -175,26 +175,6 @@ def test_a_file_that_cannot_be_read_voids_its_set_only(
     flush.flushed(staged_set(flush.run_directory, {"a": b"whole"}, step=6, directory="s-6.abc"))
 
 
-@pytest.mark.fault("O70")
-@pytest.mark.parametrize("error", [Transient("503"), Permanent("403")])
-@pytest.mark.parametrize("small_bytes_max", [0, CHUNK])
-def test_a_store_error_fails_the_flush_but_does_not_void_the_set(
-    tmp_path: Path, error: Exception, small_bytes_max: int
-) -> None:
-    """It is posted once, and the next flush of the set succeeds."""
-    flush = FlushRig(tmp_path, small_bytes_max=small_bytes_max)
-
-    def before(what: str, key: str) -> None:
-        raise error
-
-    staged = staged_set(flush.run_directory, small_files(30) | {"a": noise(9 * CHUNK)})
-    flush.store.before = before
-    assert not flush.failure(staged).void
-    flush.store.before = lambda *_: None
-    flush.flushed(staged)
-    assert not any(isinstance(e, Flushed | FlushFailed) for e in flush.events.queue)
-
-
 @pytest.mark.fault("H08")
 def test_an_unexpected_error_becomes_an_event(flush: FlushRig) -> None:
     """No fault of the daemon ends a worker: afterwards all three workers still take tasks."""
@@ -216,34 +196,49 @@ def test_an_unexpected_error_becomes_an_event(flush: FlushRig) -> None:
 # ---------------------------------------------------------------------- cancel and replace
 
 
+class SlowCreates:
+    """Each create reports windows as sent, waits for the release, and then sends the chunk from its start.
+
+    Args:
+        again: called before the chunk is sent again.
+    """
+
+    def __init__(
+        self, flush: FlushRig, *, windows: int = 1, again: Callable[[], object] = lambda: None
+    ) -> None:
+        self.begun, self.released = threading.Semaphore(0), threading.Event()
+        self.count = 0
+        create = flush.store.create
+
+        def begin(key: str, data: memoryview, *, moved: Moved) -> None:
+            for _ in range(windows):
+                moved(WINDOW_BYTES)
+            self.count += 1
+            self.begun.release()
+            assert self.released.wait(20)
+            moved(-windows * WINDOW_BYTES)
+            again()
+            create(key, data, moved=moved)
+
+        flush.store.create = begin  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("small_bytes_max", [0, CHUNK])
 def test_a_cancelled_flush_ends_within_one_window(tmp_path: Path, small_bytes_max: int) -> None:
     """Requests in flight are interrupted, no chunk is stored, and no outcome is posted."""
     flush = FlushRig(tmp_path, small_bytes_max=small_bytes_max)
-    begun, held = threading.Semaphore(0), threading.Event()
-    create, read_bytes = flush.store.create, []
-
-    def begin(key: str, data: memoryview, *, moved: Moved) -> None:
-        moved(WINDOW_BYTES)
-        begun.release()
-        assert held.wait(20)
-        read_bytes.append(WINDOW_BYTES)
-        moved(-WINDOW_BYTES)
-        create(key, data, moved=moved)
-
-    flush.store.create = begin  # type: ignore[method-assign]
+    slow = SlowCreates(flush)
     staged = staged_set(flush.run_directory, small_files(30) | {"a": noise(20 * CHUNK)})
     flush.started(staged)
     for _ in range(2):
-        assert begun.acquire(timeout=20)
+        assert slow.begun.acquire(timeout=20)
     flush.engine.cancel("another")
     flush.engine.cancel("f")
-    held.set()
+    slow.released.set()
     flush.wait_until_idle()
     assert not flush.store.objects
-    assert len(read_bytes) <= 3
+    assert slow.count <= 3
     assert not any(isinstance(e, Flushed | FlushFailed) for e in flush.events.queue)
-    flush.store.create = create  # type: ignore[method-assign]
     flush.flushed(staged)
 
 
@@ -433,21 +428,12 @@ def no_descriptor(*_: object) -> int:
 
 def test_progress_counts_the_bytes_of_requests_in_flight(flush: FlushRig) -> None:
     """Progress is posted while no chunk is stored, and only when a counter has changed."""
-    held = threading.Event()
-    create = flush.store.create
-
-    def begin(key: str, data: memoryview, *, moved: Moved) -> None:
-        moved(WINDOW_BYTES)
-        assert held.wait(20)
-        moved(-WINDOW_BYTES)
-        create(key, data, moved=moved)
-
-    flush.store.create = begin  # type: ignore[method-assign]
+    slow = SlowCreates(flush)
     flush.started(staged_set(flush.run_directory, {"a": noise(3 * CHUNK)}))
     progress: list[Event] = []
     while FlushProgress("f", 0, 3 * WINDOW_BYTES) not in progress:
         progress.append(flush.events.get(timeout=20))
-    held.set()
+    slow.released.set()
     while not isinstance(event := flush.events.get(timeout=20), Flushed):
         progress.append(event)
     assert event.bytes_sent == 3 * CHUNK, "each byte counts once, however often a store reads it"
@@ -457,30 +443,20 @@ def test_progress_counts_the_bytes_of_requests_in_flight(flush: FlushRig) -> Non
 
 def test_bytes_of_a_repeated_request_do_not_make_progress_negative(flush: FlushRig) -> None:
     """An earlier flush of the set has begun the request; its bytes before that are not of this one."""
-    held = threading.Event()
-    create = flush.store.create
-
-    def begin(key: str, data: memoryview, *, moved: Moved) -> None:
-        for _ in range(9):
-            moved(WINDOW_BYTES)
-        assert held.wait(20)
-        moved(-9 * WINDOW_BYTES)
-        time_to_look()
-        create(key, data, moved=moved)
-
-    def time_to_look() -> None:
-        until(lambda: (now := flush.engine._active) and now.progress() in seen())
 
     def seen() -> list[Event]:
         return list(flush.events.queue)
 
-    flush.store.create = begin  # type: ignore[method-assign]
+    def wait_for_progress() -> None:
+        until(lambda: (now := flush.engine._active) and now.progress() in seen())
+
+    slow = SlowCreates(flush, windows=9, again=wait_for_progress)
     staged = staged_set(flush.run_directory, {"a": noise(CHUNK)})
     flush.started(staged, is_sealed=False)
     until(lambda: FlushProgress("f", 0, 9 * WINDOW_BYTES) in seen())
     flush.started(staged, flush_id="g")
     until(lambda: FlushProgress("g", 0, 0) in seen())
-    held.set()
+    slow.released.set()
     until(lambda: any(isinstance(event, Flushed) for event in seen()))
     progress = [event for event in seen() if isinstance(event, FlushProgress)]
     assert all(min(e.bytes_stored, e.bytes_sent, e.bytes_compared) >= 0 for e in progress)

@@ -27,6 +27,7 @@ def test_without_a_notice_a_flush_is_limited_and_retried_without_end() -> None:
     story = a_story()
     assert not limits.is_urgent(story.state)
     assert limits.rate_bytes_per_s(story.state) == LIMIT
+    assert limits.mirror_rate_bytes_per_s(story.state, LIMIT) == LIMIT
     assert limits.data_give_up_mono_s(story.state, story.now) is None
     assert limits.commit_give_up_mono_s(story.state, story.now) is None
 
@@ -36,6 +37,7 @@ def test_before_a_deadline_the_reserve_belongs_to_the_commit() -> None:
     story.notice(in_s=120.0)
     assert limits.is_urgent(story.state)
     assert limits.rate_bytes_per_s(story.state) is None
+    assert limits.mirror_rate_bytes_per_s(story.state, LIMIT) is None
     deadline_mono_s = story.now + 120.0
     assert limits.data_give_up_mono_s(story.state, story.now) == deadline_mono_s - 5.0
     assert limits.data_give_up_mono_s(story.state, deadline_mono_s - 1) == deadline_mono_s - 5.0

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 from swansong_bucket.errors import Exists, Permanent, StoreError, Transient
 from swansong_bucket.model import Health
@@ -12,6 +10,7 @@ from swansongd.core.events import Event, SourceChanged
 from swansongd.flush.store_health import FAILING_AFTER_S, StoreHealth
 
 from testkit.staged import Clock
+from testkit.waiting import in_threads
 
 
 class Watched:
@@ -95,11 +94,7 @@ def test_concurrent_reports_end_with_the_last_state() -> None:
             watched.health.attempted(watched.clock.now_s, Transient("x"))
             watched.health.ok(f"operation {number}")
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(30)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    in_threads(30, work)
     assert watched.now == (Health.OK, "answers")
 
 

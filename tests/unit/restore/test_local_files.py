@@ -5,25 +5,21 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from swansong.layout import RESTORED_DIRECTORY
-from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.model import CommitRef
 from swansong_bucket.transfer.restore import RestoreResult
 from swansong_bucket.transfer.target import RestoredFile
-from swansongd.restore.context import RestoreContext
 from swansongd.restore.downloads import Downloads
 from swansongd.restore.wish import Wish
 from swansongd.staging import scan
-from swansongd.staging.prepare import prepare
 from swansongd.staging.seal import Scanner
 
 from testkit import committed
 from testkit.odd_store import OddStore
+from testkit.restore_rig import RestoreRig
 from testkit.staged import ME, seal_files
 from testkit.story import Story
 
@@ -33,16 +29,14 @@ FILES = {
 }
 
 
-class Vm:
+class Vm(RestoreRig[OddStore]):
     """A staging directory with a sealed set of step 100, which is also committed."""
 
     def __init__(self, directory: Path) -> None:
         committed.file_store(directory / "bucket")
-        self.store = OddStore(directory / "bucket")
-        (directory / "staging").mkdir()
-        self.run = prepare(directory / "staging", "r")
+        store = OddStore(directory / "bucket")
+        super().__init__(directory / "staging", store, story=Story(claimed=False))
         self.content = seal_files(self.run.path, 100, FILES)
-        self.story = Story(claimed=False)
         self.scan()
 
     @property
@@ -60,14 +54,7 @@ class Vm:
 
     def fetch(self, ref: CommitRef) -> RestoreResult:
         """Download by a daemon that has just started."""
-        context = RestoreContext(
-            self.store,
-            RunKeys("r"),
-            self.run,
-            lambda: self.story.state,
-            threading.Event(),
-        )
-        result = Downloads(context).fetch(Wish(ref=ref)).result
+        result = Downloads(self.context).fetch(Wish(ref=ref)).result
         assert result is not None
         return result
 
@@ -94,9 +81,7 @@ def test_a_checkpoint_that_is_on_this_machine_is_not_fetched(vm: Vm, place: str)
     assert not vm.store.given
     assert committed.tree(result.path) == vm.content
     assert all(path.stat().st_nlink == 1 for path in result.path.rglob("*.bin"))
-    assert [path.name for path in (vm.run.path / RESTORED_DIRECTORY).iterdir()] == [
-        result.path.name
-    ]
+    assert list(vm.restored.iterdir()) == [result.path]
 
 
 def test_an_unchanged_file_serves_a_commit_of_another_step(vm: Vm) -> None:

@@ -6,10 +6,9 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import queue
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,23 +16,17 @@ from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
-from swansong.layout import RESTORED_DIRECTORY
-from swansong.protocol import Message, Restored, RestoreQuery
 from swansong_bucket.errors import Transient
-from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.format.manifest import Manifest
 from swansong_bucket.model import CommitRef
 from swansong_bucket.stores.base import ObjectInfo, Sink
 from swansongd.core.events import FenceFound, RunRead
-from swansongd.core.state import State
 from swansongd.restore import downloads
-from swansongd.restore.context import RestoreContext
 from swansongd.restore.prefetch import NO_ROOM_FOR_ALL, Prefetch
-from swansongd.restore.resume import Resume
-from swansongd.staging.prepare import prepare
 
 from testkit import committed
 from testkit.odd_store import OddStore
+from testkit.restore_rig import Asked, RestoreRig
 from testkit.story import Story, a_set
 from testkit.waiting import until
 
@@ -89,35 +82,20 @@ class Held(OddStore):
         return super().list(prefix, after=after)
 
 
-class Vm:
+class Vm(RestoreRig[Held]):
     """A daemon that has just started: its restore thread, and the prefetch."""
 
     def __init__(self, directory: Path) -> None:
         self.bucket = directory / "bucket"
         committed.file_store(self.bucket)
-        self.store = Held(self.bucket)
-        (directory / "staging").mkdir()
-        self.run = prepare(directory / "staging", "r")
-        self.restored = self.run.path / RESTORED_DIRECTORY
-        self.story = Story(claimed=False)
-        self.story.scan()
-        self.stop = threading.Event()
+        story = Story(claimed=False)
+        story.scan()
         clock = itertools.count(0.0, 0.06)  # a download looks at the state with each window
-        self.context = RestoreContext(
-            self.store,
-            RunKeys("r"),
-            self.run,
-            lambda: self.state,
-            self.stop,
-            monotonic=lambda: next(clock),
+        super().__init__(
+            directory / "staging", Held(self.bucket), story=story, monotonic=lambda: next(clock)
         )
-        self.resume = Resume(self.context)
         self.prefetch = Prefetch(self.context, self.resume.downloads)
         self.resume.answered = self.prefetch.answered
-
-    @property
-    def state(self) -> State:
-        return self.story.state
 
     def commit(self, step: int, **options: Any) -> Path:
         """Commit; returns the file that holds the weights in the store."""
@@ -129,20 +107,6 @@ class Vm:
         made = committed.commit(self.store, files, **options)
         self.store.places |= committed.first_places(made)
         return made
-
-    def ask(self, **query: Any) -> Callable[[], Restored]:
-        """Send a query; returns a function that waits for the answer."""
-        replies: queue.Queue[Message] = queue.Queue()
-        self.resume.ask(
-            RestoreQuery("q", **query), lambda message, *_: replies.put(message), lambda _: None
-        )
-
-        def answer() -> Restored:
-            while not isinstance(reply := replies.get(timeout=30), Restored):
-                pass
-            return reply
-
-        return answer
 
     def shows(self, state: str, reason: str = "") -> None:
         """Wait until the status shows this."""
@@ -173,6 +137,19 @@ class Vm:
             self.store.release.set()
 
 
+def leave_room_for(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Staging has room for this number of parts of one VM, 5,120 bytes each."""
+    real = os.fstatvfs
+
+    def bounded(fd: int) -> Any:
+        facts = list(real(fd))
+        facts[0:2] = [1, 1]
+        facts[4] = parts * 5120
+        return os.statvfs_result(facts)
+
+    monkeypatch.setattr(os, "fstatvfs", bounded)
+
+
 @pytest.fixture
 def vm(tmp_path: Path) -> Iterator[Vm]:
     vm = Vm(tmp_path)
@@ -189,7 +166,7 @@ def test_the_bytes_are_there_before_a_trainer_asks(vm: Vm) -> None:
     status = vm.prefetch.status()
     assert (status.step, status.bytes_done, status.bytes_total) == (100, 5120, 5120)
     reads = len(vm.store.given)
-    answer = vm.ask()()
+    answer = vm.ask().answer()
     assert (answer.step, answer.generation, answer.error) == (100, 1, "")
     assert Path(answer.path, "weights.bin").stat().st_size == 5120
     assert (reads, len(vm.store.given)) == (CHUNKS, CHUNKS)
@@ -201,8 +178,8 @@ def test_a_trainer_joins_the_prefetch_in_progress(vm: Vm) -> None:
     """Each part is fetched once, and the answer comes with the last one."""
     vm.commit(100)
     with vm.half_fetched():
-        answer = vm.ask()
-    assert answer().step == 100
+        asked = vm.ask()
+    assert asked.answer().step == 100
     assert len(vm.store.given) == CHUNKS
     vm.shows("answered")
 
@@ -216,7 +193,7 @@ def test_a_rank_cuts_the_prefetch_down_to_its_shards(vm: Vm) -> None:
         until(lambda: journal.read_bytes().count(b"\n") >= 7, what="three chunks of each shard")
         asked = vm.ask(prefixes=["rank-00000"])
         until(lambda: _is_cancelled(vm), what="the end of the prefetch")
-    answer = asked()
+    answer = asked.answer()
     assert committed.tree(Path(answer.path)) == {"rank-00000/w.bin": files["rank-00000/w.bin"]}
     early = [offset for path, offset in vm.store.read if "rank-00000" in path and offset < 3000]
     assert sorted(early) == [0, 1000, 2000], "each was fetched once"
@@ -231,12 +208,12 @@ def test_a_trainer_that_wants_another_step_gets_that_step(vm: Vm, is_finished: b
     if is_finished:
         vm.prefetch.start()
         vm.shows("ready")
-        answer = vm.ask(generation=1, step=100)()
+        answer = vm.ask(generation=1, step=100).answer()
     else:
         with vm.half_fetched():
             asked = vm.ask(generation=1, step=100)
             until(lambda: _is_cancelled(vm), what="the end of the prefetch")
-        answer = asked()
+        answer = asked.answer()
     assert (answer.step, answer.error) == (100, "")
     assert Path(answer.path, "weights.bin").read_bytes()[0] == 100
     vm.shows("answered")
@@ -255,7 +232,7 @@ def test_a_rollback_during_a_prefetch_gets_the_healthy_commit(vm: Vm) -> None:
     with vm.half_fetched():
         asked = vm.ask(rollback=1, before_step=110)
         until(lambda: _is_cancelled(vm), what="the end of the prefetch")
-    answer = asked()
+    answer = asked.answer()
     assert (answer.step, answer.error) == (100, "")
     vm.shows("answered")
     until(lambda: vm.directories == [Path(answer.path).name], what="only this directory")
@@ -317,7 +294,7 @@ def test_a_commit_before_the_claim_replaces_the_prefetched_one(vm: Vm) -> None:
     vm.story = Story(newest=CommitRef(1, 110))
     until(lambda: vm.prefetch.status().step == 110, what="the newer commit")
     vm.shows("ready")
-    answer = vm.ask()()
+    answer = vm.ask().answer()
     assert answer.step == 110
     assert vm.directories == [Path(answer.path).name]
 
@@ -340,7 +317,7 @@ def test_a_prefetch_passes_over_a_corrupt_commit(vm: Vm) -> None:
     vm.prefetch.start()
     vm.shows("ready")
     reads = len(vm.store.given)
-    assert vm.ask()().step == 100
+    assert vm.ask().answer().step == 100
     assert len(vm.store.given) == reads
 
 
@@ -348,19 +325,11 @@ def test_a_prefetch_passes_over_a_corrupt_commit(vm: Vm) -> None:
 def test_a_prefetch_leaves_room_for_checkpoints(vm: Vm, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer that asks gets the checkpoint nevertheless, as long as it fits."""
     vm.commit(100)
-    real = os.fstatvfs
-
-    def nearly_full(fd: int) -> Any:
-        facts = list(real(fd))
-        facts[0:2] = [1, 1]
-        facts[4] = 2 * 5120
-        return os.statvfs_result(facts)
-
-    monkeypatch.setattr(os, "fstatvfs", nearly_full)
+    leave_room_for(2, monkeypatch)
     vm.prefetch.start()
     vm.shows("failed", "bytes")
     assert not vm.directories
-    assert (vm.ask()().step, vm.prefetch.status().state) == (100, "failed")
+    assert (vm.ask().answer().step, vm.prefetch.status().state) == (100, "failed")
 
 
 @pytest.mark.fault("G24")
@@ -382,7 +351,7 @@ def test_a_disk_that_fills_up_halfway_fails_the_prefetch(
     assert vm.store.given, "the download had begun"
     assert vm.directories == []
     is_full = False
-    answer = vm.ask()()
+    answer = vm.ask().answer()
     assert (answer.step, answer.error) == (100, "")
     assert Path(answer.path, "weights.bin").stat().st_size == 5120
     assert vm.directories == [Path(answer.path).name]
@@ -407,7 +376,7 @@ def test_a_store_that_fails_during_the_data_costs_no_chunk_twice(
     vm.shows("ready")
     again = {offset for _, offset in vm.store.read[before:]}
     assert not again & kept
-    assert vm.ask()().step == 100
+    assert vm.ask().answer().step == 100
     assert not partial.exists()
 
 
@@ -426,7 +395,6 @@ class Job:
     """A commit of 8 VMs with one rank each, and a new start of one of these VMs."""
 
     NODES = 8
-    PART_BYTES = 5120
 
     def __init__(self, vm: Vm) -> None:
         self.vm = vm
@@ -437,18 +405,6 @@ class Job:
         for node, (path, data) in enumerate(self.files.items()):
             vm.put({path: data}, node=node, nodes=self.NODES, nonce=f"a{node}")
 
-    def has_room_for(self, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Staging has room for this number of the parts of one VM."""
-        real = os.fstatvfs
-
-        def bounded(fd: int) -> Any:
-            facts = list(real(fd))
-            facts[0:2] = [1, 1]
-            facts[4] = parts * self.PART_BYTES
-            return os.statvfs_result(facts)
-
-        monkeypatch.setattr(os, "fstatvfs", bounded)
-
     def had_rank(self, rank: int) -> None:
         """An earlier set in staging has the files of this rank."""
         made = a_set(90, nodes=self.NODES)
@@ -456,7 +412,7 @@ class Job:
         self.vm.story.staging = [replace(made, files=mine)]
         self.vm.story.scan()
 
-    def ask(self, *prefixes: str) -> Callable[[], Restored]:
+    def ask(self, *prefixes: str) -> Asked:
         """Ask for the commit that rank 0 has chosen, and only for these shards."""
         return self.vm.ask(generation=1, step=100, prefixes=list(prefixes))
 
@@ -474,13 +430,13 @@ def job(vm: Vm) -> Job:
 def test_a_part_of_a_job_needs_room_for_parts_only(
     vm: Vm, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """12 parts have room: all 8 of the commit, and two further ones of this VM."""
-    job.has_room_for(10, monkeypatch)
+    """10 parts have room: all 8 of the commit, and two further ones of this VM."""
+    leave_room_for(10, monkeypatch)
     vm.prefetch.start()
     vm.shows("ready")
     status = vm.prefetch.status()
     assert (status.bytes_done, status.bytes_total, status.reason) == (40960, 40960, "")
-    answer = job.ask("rank-00005/")()
+    answer = job.ask("rank-00005/").answer()
     assert (answer.step, answer.error) == (100, "")
 
 
@@ -488,12 +444,12 @@ def test_a_vm_with_room_for_its_own_part_does_not_fail(
     vm: Vm, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits for a trainer that names its shards: no warning, and no request meanwhile."""
-    job.has_room_for(9, monkeypatch)
+    leave_room_for(9, monkeypatch)
     with capture_logs() as log:
         vm.prefetch.start()
         vm.shows("waiting", NO_ROOM_FOR_ALL)
         listed = vm.store.lists
-        answer = job.ask("rank-00005/")()
+        answer = job.ask("rank-00005/").answer()
         assert vm.store.lists <= listed + 2, "the prefetch lists nothing again"
     assert (answer.step, answer.error) == (100, "")
     assert job.ranks_read() == [5]
@@ -510,7 +466,7 @@ def test_the_shards_of_the_earlier_ranks_come_first(vm: Vm, job: Job) -> None:
     assert sorted(job.ranks_read()) == list(range(8))
     assert vm.prefetch.status().bytes_total == 8 * 5120
     reads = len(vm.store.given)
-    answer = job.ask()()
+    answer = job.ask().answer()
     assert committed.tree(Path(answer.path)) == job.files
     assert len(vm.store.given) == reads
 
@@ -520,12 +476,12 @@ def test_the_earlier_ranks_alone_are_fetched_without_room_for_all(
 ) -> None:
     """The part of this VM, and room for two more of them: the rank gets its answer without a request."""
     job.had_rank(6)
-    job.has_room_for(3, monkeypatch)
+    leave_room_for(3, monkeypatch)
     vm.prefetch.start()
     vm.shows("ready", NO_ROOM_FOR_ALL)
     assert job.ranks_read() == [6]
     reads = len(vm.store.given)
-    answer = job.ask("rank-00006/")()
+    answer = job.ask("rank-00006/").answer()
     assert list(committed.tree(Path(answer.path))) == ["rank-00006/w.bin"]
     assert len(vm.store.given) == reads
 
@@ -535,10 +491,10 @@ def test_an_own_part_without_room_is_a_failure(
 ) -> None:
     """This VM knows its part: it cannot hold two more checkpoints of that size."""
     job.had_rank(6)
-    job.has_room_for(2, monkeypatch)
+    leave_room_for(2, monkeypatch)
     vm.prefetch.start()
     vm.shows("failed", "bytes")
-    assert job.ask("rank-00006/")().step == 100
+    assert job.ask("rank-00006/").answer().step == 100
 
 
 def test_a_rank_does_not_wait_for_the_shards_of_other_vms(vm: Vm, job: Job) -> None:
@@ -547,10 +503,10 @@ def test_a_rank_does_not_wait_for_the_shards_of_other_vms(vm: Vm, job: Job) -> N
     vm.store.hold_unless("rank-00006")
     vm.prefetch.start()
     until(lambda: len(vm.store.given) > CHUNKS, what="requests for the others")
-    answer = job.ask("rank-00006/")
+    asked = job.ask("rank-00006/")
     until(lambda: _is_cancelled(vm), what="the end of the prefetch")
     vm.store.release.set()
-    found = answer()
+    found = asked.answer()
     assert list(committed.tree(Path(found.path))) == ["rank-00006/w.bin"]
     vm.shows("answered")
     until(lambda: vm.directories == [Path(found.path).name], what="the removal of the other parts")
@@ -564,7 +520,7 @@ def test_a_rank_that_reads_all_shards_joins(vm: Vm, job: Job) -> None:
     until(lambda: len(vm.store.given) > CHUNKS, what="requests for the others")
     asked = job.ask()
     vm.store.release.set()
-    answer = asked()
+    answer = asked.answer()
     assert committed.tree(Path(answer.path)) == job.files
     assert len(vm.store.given) == 8 * CHUNKS, "no chunk was fetched twice"
 
@@ -574,4 +530,4 @@ def test_a_prefetch_can_be_switched_off(vm: Vm) -> None:
     prefetch = Prefetch(vm.context, vm.resume.downloads, is_enabled=False)
     prefetch.start()
     assert prefetch.status().state == "off"
-    assert vm.ask()().step == 100
+    assert vm.ask().answer().step == 100

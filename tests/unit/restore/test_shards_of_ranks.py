@@ -3,28 +3,23 @@
 
 from __future__ import annotations
 
-import queue
 import random
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
-from swansong.protocol import Message, Restored, RestoreQuery
+from swansong.protocol import Restored, RestoreQuery
 from swansong_bucket.errors import Permanent
-from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.model import CommitRef
 from swansongd.core.events import Prune, SetAside
-from swansongd.restore.context import RestoreContext
-from swansongd.restore.resume import Resume
 from swansongd.restore.wish import COMMON_BYTES_MAX, PREFIXES_MAX, covers, union
 from swansongd.staging import scan
-from swansongd.staging.prepare import prepare
 
 from testkit import committed
 from testkit.odd_store import OddStore
+from testkit.restore_rig import RestoreRig
 from testkit.staged import write_files
 from testkit.story import Story, a_set
 from testkit.waiting import until
@@ -45,19 +40,12 @@ def prefixes_of(*ranks: int) -> list[str]:
     return [f"rank-{rank:05d}/" for rank in ranks]
 
 
-class Vm:
+class Vm(RestoreRig[OddStore]):
     """One VM of a job over four, with its own view of the store."""
 
     def __init__(self, directory: Path, bucket: Path) -> None:
-        self.store = OddStore(bucket)
-        directory.mkdir()
-        self.run = prepare(directory, "r")
-        self.story = Story(claimed=False)
+        super().__init__(directory, OddStore(bucket), story=Story(claimed=False))
         self.story.grants = False
-        context = RestoreContext(
-            self.store, RunKeys("r"), self.run, lambda: self.story.state, threading.Event()
-        )
-        self.resume = Resume(context)
 
     def train(self, node: int) -> None:
         """Take part in the first start, and seal the part of step 100, which all VMs commit."""
@@ -86,17 +74,8 @@ class Vm:
         self.story.grant(start_id, newest)
         self.story.scan()
 
-    def ask(self, query: RestoreQuery) -> Callable[[], Restored]:
-        replies: queue.Queue[Message] = queue.Queue()
-        self.resume.ask(query, lambda message, *_: replies.put(message), lambda _: None)
-
-        def answer() -> Restored:
-            while not isinstance(reply := replies.get(timeout=30), Restored):
-                pass
-            assert not reply.error
-            return reply
-
-        return answer
+    def answer(self, query: RestoreQuery) -> Restored:
+        return self.ask(query).answer()
 
 
 @pytest.fixture
@@ -113,8 +92,8 @@ def vm(tmp_path: Path, bucket: Path) -> Vm:
     return Vm(tmp_path / "vm", bucket)
 
 
-def named(*ranks: int, query_id: str = "q") -> RestoreQuery:
-    return RestoreQuery(query_id, generation=1, step=100, prefixes=prefixes_of(*ranks))
+def named(*ranks: int) -> RestoreQuery:
+    return RestoreQuery("q", generation=1, step=100, prefixes=prefixes_of(*ranks))
 
 
 def test_after_one_of_four_vms_is_replaced_the_others_fetch_nothing(
@@ -127,9 +106,9 @@ def test_after_one_of_four_vms_is_replaced_the_others_fetch_nothing(
         vm.train(node)
     for vm in vms:
         vm.begin("second", generation=2, newest=CommitRef(1, 100))
-    chosen = vms[0].ask(RestoreQuery("q", start_id="second", prefixes=prefixes_of(0)))()
+    chosen = vms[0].answer(RestoreQuery("q", start_id="second", prefixes=prefixes_of(0)))
     assert (chosen.generation, chosen.step) == (1, 100)
-    answers = [chosen, *(vms[node].ask(named(node))() for node in (1, 2, 3))]
+    answers = [chosen, *(vms[node].answer(named(node)) for node in (1, 2, 3))]
     for node, answer in enumerate(answers):
         assert committed.tree(Path(answer.path)) == part_of(node)
     assert [vm.store.given_bytes for vm in vms] == [0, 0, 0, 5123]
@@ -137,16 +116,16 @@ def test_after_one_of_four_vms_is_replaced_the_others_fetch_nothing(
 
 def test_a_rank_that_asks_later_gets_further_files_in_the_same_directory(vm: Vm) -> None:
     """The files of the first rank are neither moved nor fetched again."""
-    first = vm.ask(named(0))()
+    first = vm.answer(named(0))
     model = Path(first.path, "rank-00000/model.bin")
     inode, read_bytes = model.stat().st_ino, vm.store.given_bytes
-    second = vm.ask(named(1))()
+    second = vm.answer(named(1))
     assert second.path == first.path
     assert committed.tree(Path(first.path)) == part_of(0) | part_of(1)
     assert (model.stat().st_ino, vm.store.given_bytes) == (inode, 2 * read_bytes)
-    again = vm.ask(named(0))()
+    again = vm.answer(named(0))
     assert (again.path, vm.store.given_bytes) == (first.path, 2 * read_bytes)
-    everything = vm.ask(named())()
+    everything = vm.answer(named())
     assert everything.path == first.path
     assert set(committed.tree(Path(first.path))) == {path for n in range(4) for path in part_of(n)}
 
@@ -154,9 +133,9 @@ def test_a_rank_that_asks_later_gets_further_files_in_the_same_directory(vm: Vm)
 @pytest.mark.fault("G32")
 def test_a_rank_that_the_commit_does_not_have_gets_the_other_files_afterwards(vm: Vm) -> None:
     """A job that has grown asks for its own files, of which there are none, and then for all."""
-    first = vm.ask(named(NODES))()
+    first = vm.answer(named(NODES))
     assert committed.tree(Path(first.path)) == {}
-    everything = vm.ask(named())()
+    everything = vm.answer(named())
     assert everything.path == first.path
     assert set(committed.tree(Path(first.path))) == {path for n in range(4) for path in part_of(n)}
 
@@ -167,16 +146,16 @@ def test_ranks_that_ask_together_share_one_download(vm: Vm) -> None:
     vm.store.instead = lambda *_: release.wait(30)
     held = vm.ask(named(3))
     until(lambda: vm.store.given, what="the first download")
-    answers = [vm.ask(named(rank)) for rank in (0, 1)]
+    others = [vm.ask(named(rank)) for rank in (0, 1)]
     release.set()
-    assert {answer().path for answer in [held, *answers]} == {held_path(vm)}
+    assert {each.answer().path for each in [held, *others]} == {held_path(vm)}
     assert set(committed.tree(Path(held_path(vm)))) == {
         path for node in (0, 1, 3) for path in part_of(node)
     }
 
 
 def held_path(vm: Vm) -> str:
-    (directory,) = (vm.run.path / "restored").iterdir()
+    (directory,) = vm.restored.iterdir()
     return str(directory)
 
 
@@ -184,7 +163,7 @@ def held_path(vm: Vm) -> str:
 def test_an_interrupted_extension_is_continued(vm: Vm) -> None:
     """The store fails during the second rank's download: the directory stays as it was, and the next query
     fetches the rest."""
-    first = vm.ask(named(0))()
+    first = vm.answer(named(0))
 
     last = committed.chunk_of(part_of(1)["rank-00001/model.bin"][5000:], nonce="a1").key
 
@@ -193,20 +172,11 @@ def test_an_interrupted_extension_is_continued(vm: Vm) -> None:
             raise Permanent("access denied")
 
     vm.store.instead = fail
-    assert "access denied" in reply_to(vm, named(1)).error
+    assert "access denied" in vm.answer(named(1)).error
     assert committed.tree(Path(first.path)) == part_of(0)
     vm.store.instead = lambda *_: None
-    assert vm.ask(named(1))().path == first.path
+    assert vm.answer(named(1)).path == first.path
     assert committed.tree(Path(first.path)) == part_of(0) | part_of(1)
-
-
-def reply_to(vm: Vm, query: RestoreQuery) -> Restored:
-    """The reply, which may be an error."""
-    replies: queue.Queue[Message] = queue.Queue()
-    vm.resume.ask(query, lambda message, *_: replies.put(message), lambda _: None)
-    while not isinstance(reply := replies.get(timeout=30), Restored):
-        pass
-    return reply
 
 
 def damage(bucket: Path, content: bytes) -> None:
@@ -219,8 +189,8 @@ def damage(bucket: Path, content: bytes) -> None:
 def test_a_damaged_shard_fails_the_query_of_the_rank_that_reads_it(vm: Vm, bucket: Path) -> None:
     """The error names the shard.  A rank that does not read the shard gets its files."""
     damage(bucket, part_of(3)["rank-00003/model.bin"])
-    assert committed.tree(Path(vm.ask(named(0))().path)) == part_of(0)
-    reply = reply_to(vm, named(3))
+    assert committed.tree(Path(vm.answer(named(0)).path)) == part_of(0)
+    reply = vm.answer(named(3))
     assert "rank-00003/model.bin" in reply.error
     assert reply.error.endswith("See: swansong verify")
     assert reply.is_damaged
@@ -259,7 +229,7 @@ def test_after_a_refusal_the_answer_is_the_next_older_whole_commit(vm: Vm, damag
     assert damaged.is_dir()
     vm.begin("start", generation=2, newest=CommitRef(1, 200))
     newest = RestoreQuery("q", start_id="start", prefixes=prefixes_of(0))
-    assert committed.tree(Path(vm.ask(newest)().path)) == newer_of(0)
+    assert committed.tree(Path(vm.answer(newest).path)) == newer_of(0)
     with capture_logs() as logs:
         for query in (
             refused(),
@@ -267,14 +237,14 @@ def test_after_a_refusal_the_answer_is_the_next_older_whole_commit(vm: Vm, damag
             newest,
             named(0),
         ):  # a query is repeated after a reconnect
-            answer = vm.ask(query)()
+            answer = vm.answer(query)
             assert (answer.generation, answer.step) == (1, 100)
             assert committed.tree(Path(answer.path)) == part_of(0)
     (line,) = (line for line in logs if line["event"] == "commit_refused")
     assert line["reason"] == "rank 3: no digest"
-    assert reply_to(vm, replace(named(0), step=200)).is_damaged
+    assert vm.answer(replace(named(0), step=200)).is_damaged
     vm.begin("again", generation=3, newest=CommitRef(1, 200))
-    answer = vm.ask(replace(newest, start_id="again"))()
+    answer = vm.answer(replace(newest, start_id="again"))
     assert committed.tree(Path(answer.path)) == newer_of(0)
 
 
@@ -284,19 +254,19 @@ def test_a_damaged_commit_is_fetched_once_for_all_ranks_of_a_vm(vm: Vm, damaged:
     assert damaged.is_dir()
     vm.begin("start", generation=2, newest=CommitRef(1, 200))
     for rank in (3, 2):
-        reply = reply_to(vm, replace(named(rank), step=200))
+        reply = vm.answer(replace(named(rank), step=200))
         assert reply.is_damaged
         assert "rank-00003/model.bin" in reply.error
         if rank == 3:
             read_bytes = vm.store.given_bytes
     assert vm.store.given_bytes == read_bytes
-    assert committed.tree(Path(vm.ask(named(3))().path)) == part_of(3)
+    assert committed.tree(Path(vm.answer(named(3)).path)) == part_of(3)
 
 
 def test_a_refusal_of_the_oldest_commit_is_no_fresh_run(vm: Vm) -> None:
     """The error names the refused commit and the reason, so no rank trains from step 0 by mistake."""
     vm.begin("start", generation=2, newest=CommitRef(1, 100))
-    reply = reply_to(vm, refused(step=100))
+    reply = vm.answer(refused(step=100))
     assert "no whole commit before generation 1 step 100" in reply.error
     assert "rank 3: no digest" in reply.error
 
@@ -314,9 +284,9 @@ def test_a_rank_that_dies_during_the_download_delays_no_other_rank(vm: Vm) -> No
     until(lambda: vm.store.given, what="the first download")
     other = vm.ask(named(1))
     release.set()
-    assert part_of(1).items() <= committed.tree(Path(other().path)).items()
+    assert part_of(1).items() <= committed.tree(Path(other.answer().path)).items()
     read_bytes = vm.store.given_bytes
-    assert part_of(2).items() <= committed.tree(Path(vm.ask(named(2))().path)).items()
+    assert part_of(2).items() <= committed.tree(Path(vm.answer(named(2)).path)).items()
     assert vm.store.given_bytes == read_bytes
 
 
@@ -329,7 +299,7 @@ def test_files_of_no_rank_are_for_all_ranks_if_they_are_small(tmp_path: Path) ->
     others = {"config.json": b"{}", "dump.bin": bytes(COMMON_BYTES_MAX + 1)}
     committed.commit(store, part_of(0) | part_of(1) | others, chunk_bytes=2**20)
     vm = Vm(tmp_path / "vm", tmp_path / "bucket")
-    answer = vm.ask(named(1))()
+    answer = vm.answer(named(1))
     assert set(committed.tree(Path(answer.path))) == {*part_of(1), "config.json"}
 
 

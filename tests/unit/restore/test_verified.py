@@ -11,17 +11,12 @@ from pathlib import Path
 
 import pytest
 from swansong.protocol import Message, Restored, RestoreQuery, ShardsTaken, ShardVerified
-from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.transfer.target import RestoreTarget
-from swansongd.core.state import State
-from swansongd.restore.context import RestoreContext
-from swansongd.restore.resume import Resume
 from swansongd.restore.verified import AHEAD, VerifiedShards
-from swansongd.staging.prepare import prepare
 
 from testkit import committed, descriptors
 from testkit.odd_store import OddStore
-from testkit.story import Story
+from testkit.restore_rig import RestoreRig
 from testkit.waiting import until
 
 
@@ -136,13 +131,9 @@ def test_a_trainer_gets_files_before_the_last_one_is_fetched(tmp_path: Path) -> 
     newest = committed.commit(store, files, step=100, nonce="a100")
     last = newest.chunks[-1]
     committed.flip_bit(tmp_path / "bucket" / last.key, 5)
-    (tmp_path / "staging").mkdir()
-    run = prepare(tmp_path / "staging", "r")
-    state: State = Story().state
-    stop = threading.Event()
-    resume = Resume(RestoreContext(store, RunKeys("r"), run, lambda: state, stop))
+    rig = RestoreRig(tmp_path / "staging", store)
     trainer = Trainer()
-    resume.ask(query(), trainer, lambda _: None)
+    rig.resume.ask(query(), trainer, lambda _: None)
     until(lambda: len(trainer.files) == 2, what="two files")
     assert {(path, content) for _, path, content in trainer.files} == {
         ("rank-00000/a", b"a" * 3000),
@@ -157,4 +148,4 @@ def test_a_trainer_gets_files_before_the_last_one_is_fetched(tmp_path: Path) -> 
         path: content for download, path, content in trainer.files if download == answer.download
     }
     assert own == {**files, "rank-00000/a": b"old"}
-    stop.set()
+    rig.stop.set()

@@ -70,14 +70,6 @@ def test_a_file_alone_is_a_set(run: Path) -> None:
     assert visible(run) == ["set"]
 
 
-def _symlink(at: Path) -> None:
-    at.symlink_to("/etc/shadow")
-
-
-def _symlinked_directory(at: Path) -> None:
-    at.symlink_to("/etc")
-
-
 def _hard_link(at: Path) -> None:
     secret = at.parents[1] / "secret"
     secret.write_text("x")
@@ -100,8 +92,8 @@ def _device(at: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (_symlink, "symbolic link"),
-        (_symlinked_directory, "symbolic link"),
+        (lambda at: at.symlink_to("/etc/shadow"), "symbolic link"),
+        (lambda at: at.symlink_to("/etc"), "symbolic link"),
         (_hard_link, "hard links"),
         (os.mkfifo, "FIFO"),
         (_bind, "socket"),

@@ -270,56 +270,44 @@ def test_a_set_that_loses_its_files_during_the_scan_is_not_rejected(
     assert len(scans) > 10
 
 
-def _lose_shard(directory: Path) -> None:
-    (directory / "rank-00001" / "model.bin").unlink()
+SHARD = "rank-00001/model.bin"
+MANIFEST = "rank-00001.json"
 
 
-def _tear_shard(directory: Path) -> None:
-    os.truncate(directory / "rank-00001" / "model.bin", 50)
+def lose_manifests(directory: Path) -> None:
+    for rank in range(2):
+        (directory / layout.rank_manifest_name(rank)).unlink()
 
 
-def _lose_manifest(directory: Path) -> None:
-    (directory / "rank-00001.json").unlink()
+def link_shard(directory: Path) -> None:
+    (directory / SHARD).unlink()
+    (directory / SHARD).symlink_to("/etc/shadow")
 
 
-def _lose_manifests(directory: Path) -> None:
-    _lose_manifest(directory)
-    (directory / "rank-00000.json").unlink()
-
-
-def _tear_manifest(directory: Path) -> None:
-    os.truncate(directory / "rank-00001.json", 50)
-
-
-def _misname_manifest(directory: Path) -> None:
-    (directory / "rank-00001.json").rename(directory / "rank-00007.json")
-
-
-def _link_shard(directory: Path) -> None:
-    _lose_shard(directory)
-    (directory / "rank-00001" / "model.bin").symlink_to("/etc/shadow")
-
-
-def _bloat_manifest(directory: Path) -> None:
-    os.truncate(directory / "rank-00001.json", layout.RANK_MANIFEST_MAX_BYTES + 1)
+def cut(path: str, size_bytes: int = 50) -> Callable[[Path], None]:
+    """Give this file of a set another size."""
+    return lambda directory: os.truncate(directory / path, size_bytes)
 
 
 @pytest.mark.fault("T06", "D06", "S1")
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (_lose_shard, "rank-00001/model.bin is missing"),
-        (_tear_shard, "has 50 bytes, not 101"),
-        (_lose_manifest, "1 of 2 rank manifests"),
-        (_lose_manifests, "no rank manifest"),
-        (_tear_manifest, "rank-00001.json: rank manifest is not JSON"),
-        (_misname_manifest, "is the manifest of rank 1"),
-        (_link_shard, "symbolic link"),
-        (_bloat_manifest, "has over"),
+        (lambda set_: (set_ / SHARD).unlink(), "rank-00001/model.bin is missing"),
+        (cut(SHARD), "has 50 bytes, not 101"),
+        (lambda set_: (set_ / MANIFEST).unlink(), "1 of 2 rank manifests"),
+        (lose_manifests, "no rank manifest"),
+        (cut(MANIFEST), "rank-00001.json: rank manifest is not JSON"),
+        (
+            lambda set_: (set_ / MANIFEST).rename(set_ / "rank-00007.json"),
+            "is the manifest of rank 1",
+        ),
+        (link_shard, "symbolic link"),
+        (cut(MANIFEST, layout.RANK_MANIFEST_MAX_BYTES + 1), "has over"),
     ],
 )
 def test_a_torn_set_is_rejected_with_its_reason(
-    run: Path, scanner: Scanner, spoil: Callable[[Path], None], words: str
+    run: Path, scanner: Scanner, spoil: Callable[[Path], object], words: str
 ) -> None:
     """It has the sealed name but is not complete: it is rejected, and the defect is named."""
     spoil(write_set(run))
@@ -362,9 +350,9 @@ def test_ranks_that_disagree_are_rejected(run: Path, scanner: Scanner) -> None:
 def test_a_repaired_set_is_accepted(run: Path, scanner: Scanner) -> None:
     """A rejection lasts as long as its cause."""
     directory = write_set(run)
-    _tear_shard(directory)
+    cut(SHARD)(directory)
     assert "bytes" in why_rejected(scanner)
-    (directory / "rank-00001" / "model.bin").write_bytes(b"x" * 101)
+    (directory / SHARD).write_bytes(b"x" * 101)
     assert len(scanner.scan().staged) == 1
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.set_num_threads(1)
-seed_all(5)
+seed_all(9)
 data = TensorDataset(torch.arange(16), torch.randn(16, 4), torch.randn(16, 1))
 loader = ResumableLoader(DataLoader(data, batch_size=4, shuffle=True))
 held_out = DataLoader(TensorDataset(torch.randn(12, 4), torch.randn(12, 1)), batch_size=4)
@@ -34,7 +34,7 @@ def evaluate():
     return total / len(held_out)
 
 
-for epoch in range(loader.epoch, 4):
+for epoch in range(loader.epoch, 3):
     for ids, x, y in loader:
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x), y)

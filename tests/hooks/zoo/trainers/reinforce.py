@@ -35,7 +35,7 @@ optimizer = torch.optim.Adam(policy.parameters(), lr=0.05)
 state = TrainingState(policy, optimizer, wind=corridor.wind)
 state.values["running"] = 0.0
 guard = swansong.attach(state)
-for step in range(guard.restore() + 1, 13):
+for step in range(guard.restore() + 1, 10):
     place, log_probabilities, places, rewards = corridor.reset(), [], [], 0.0
     for _ in range(12):
         choice = torch.distributions.Categorical(logits=policy(torch.tensor([place / 5])))
