@@ -137,7 +137,7 @@ class Service:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._born_mono_s = time.monotonic()
+        self._born_mono_s = self._turned_mono_s = time.monotonic()
         self._asleep_s = _asleep_s()
         self._inbox = Inbox()
         self._post = self._inbox.put
@@ -150,7 +150,6 @@ class Service:
         self._signals: deque[int] = deque()
         self._stop = threading.Event()
         self._exit: Exit | None = None
-        self._turned_mono_s = time.monotonic()
         boot_id = boot.boot_id()
         self._notifier = SystemdNotifier(os.environ)
         self._fdstore = FdStore(self._notifier, os.environ, boot_id=boot_id)
@@ -545,7 +544,7 @@ class Service:
 
     def _answer(self, message: protocol.Message, reply: Any) -> None:
         if isinstance(message, protocol.StatusQuery):
-            # The channel's own thread still runs, and whoever asks must see that this daemon decides nothing.
+            # The thread of the channel still runs, and the client must see that this daemon decides nothing.
             if time.monotonic() - self._turned_mono_s < _HANG_S:
                 reply(protocol.Status(report=to_json(status_of(self._snapshot()))))
         elif isinstance(message, protocol.Notify):

@@ -233,7 +233,7 @@ def test_the_service_survives_an_event_that_raises_and_shows_it(
 
 @pytest.mark.fault("H09")
 def test_a_decision_loop_that_hangs_gives_no_status(service: Service) -> None:
-    """The channel's thread still runs: whoever asks learns that the daemon does not respond."""
+    """The thread of the channel still runs, and the client learns that the daemon does not respond."""
     replies: list[protocol.Message] = []
     service._turned_mono_s -= 3600
     service._answer(protocol.StatusQuery(), replies.append)
