@@ -30,7 +30,7 @@ cat >"$root/DEBIAN/control" <<-CONTROL
 	Maintainer: Swansong <swansong@localhost>
 	Installed-Size: $((size_bytes / 1024))
 	Depends: $depends
-	Recommends: polkitd | policykit-1
+	Recommends: polkitd
 	Section: admin
 	Priority: optional
 	Description: checkpoint and preemption daemon for GPU VMs

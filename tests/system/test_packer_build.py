@@ -144,6 +144,20 @@ def test_a_misspelt_argument_is_found(tmp_path: Path) -> None:
     assert "subnetwrk" in done.stdout + done.stderr
 
 
+def test_both_builders_accept_every_variable(tmp_path: Path) -> None:
+    """With each variable set, the builders check their optional blocks, too."""
+    folder = templates(tmp_path, "http://127.0.0.1:1")
+    values = {"aws_kms_key": "alias/key"}
+    for variable in hcl2.loads((folder / "variables.pkr.hcl").read_text())["variable"]:
+        for quoted, facts in variable.items():
+            default = facts["default"]
+            of_type = {bool: "true", int: "500"}.get(type(default), "another")
+            values.setdefault(quoted.strip('"'), of_type)
+    assert len(values) > 20
+    done = packer(folder, "validate", *(f"-var={name}={value}" for name, value in values.items()))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_plugins_are_named_for_current_packer() -> None:
     """In the only file that Packer 1.6 cannot read: both plugins, each with its source and a version."""
     plugins = hcl2.loads((PACKER / "plugins.pkr.hcl").read_text())

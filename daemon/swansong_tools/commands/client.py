@@ -96,10 +96,8 @@ class DaemonClient:
                 if isinstance(reply, answered_by):
                     return reply
                 if isinstance(reply, Refused):
-                    raise Unreachable(
-                        f"the request failed: the daemon refused it: {reply.reason}",
-                        hint=_NOT_ALLOWED,
-                    )
+                    # The reason names who may send the request.
+                    raise Unreachable(f"the request failed: the daemon refused it: {reply.reason}")
                 if isinstance(reply, Restoring):
                     progress(reply.bytes_done, reply.bytes_total)
                     deadline_mono_s = time.monotonic() + timeout_s

@@ -115,7 +115,7 @@ def give_notice(args: argparse.Namespace, *, drill: bool) -> int:
                 raise Stopped("waiting for the verdict failed: the notice was withdrawn")
             if not is_waiting and status.state == Phase.WAITING_FOR_TRAINER:
                 is_waiting = True
-                note("No trainer is connected: without one the verdict comes shortly before the end.")
+                note("No trainer is connected: the verdict comes shortly before the end.")
             time.sleep(_POLL_S)
             status = daemon.status()
         _show(args, replace(status, verdict=last.verdict))

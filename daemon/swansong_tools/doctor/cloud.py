@@ -81,8 +81,8 @@ def cloud(vm: Installation) -> Judgement:
     fix = fixes.edit(vm.path) if detected == "none" else fixes.set_key(vm.path, "cloud", "auto")
     if configured == "auto" and detected == "none":
         return warning(
-            "the firmware names no known cloud: the daemon polls no metadata service "
-            "(sources.cloud = auto)",
+            "the firmware names no known cloud: the daemon polls no metadata service. In aws, gcp or azure "
+            "set sources.cloud to that name, elsewhere to none",
             fix,
         )
     if configured in ("auto", detected):
@@ -317,7 +317,13 @@ def _step_clock() -> str:
     A service that runs would correct a large difference over hours, or never.
     """
     if shutil.which("chronyc"):
-        return fixes.as_root("chronyc makestep")
+        is_debian = Path("/usr/lib/systemd/system/chrony.service").exists()
+        return fixes.then(
+            fixes.as_root(f"systemctl restart {'chrony' if is_debian else 'chronyd'}"),
+            # Without a new measurement chronyd does not know the difference, and makestep does nothing.
+            fixes.as_root("chronyc waitsync 60 0 0 1"),
+            fixes.as_root("chronyc makestep"),
+        )
     if not Path("/usr/lib/systemd/systemd-timesyncd").exists():
         return fixes.as_root("apt-get install -y systemd-timesyncd")
     enable = fixes.as_root("timedatectl set-ntp true")

@@ -204,7 +204,8 @@ def socket_directory(vm: Installation) -> Judgement:
     is_of_the_unit = directory == Path(DEFAULT_SOCKET).parent and fixes.restart()
     make = "" if is_of_the_unit else fixes.harmless(f"install -d {fixes.quoted(directory)}")
     return failure(
-        f"{directory}, the directory of trainer.socket, does not exist",
+        f"{directory}, the directory of trainer.socket, does not exist"
+        + ("; it exists while the daemon runs" if is_of_the_unit else ""),
         fixes.then(make, fixes.start(vm.path)),
     )
 
@@ -228,7 +229,7 @@ def judge_users(missing: list[str | int], count: int, *, grouped: bool) -> Judge
         return failure(f"trainer.users: no such user: {names}", fixes.then(*make, fixes.restart()))
     if not count:
         return ok("trainer.users is empty: only root and the daemon's user may connect")
-    return ok(f"all {count} users of trainer.users exist")
+    return ok(f"trainer.users: {counted(count, 'user')}; no user is missing")
 
 
 def socket(vm: Installation) -> Judgement:

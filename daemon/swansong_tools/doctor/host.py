@@ -144,7 +144,9 @@ def judge_unit(facts: Mapping[str, str], *, stop_s: float) -> Judgement:
             " counts as one",
             fixes.drop_in("type", "Type=notify"),
         )
-    if seconds(facts.get("WatchdogUSec", "")) in (None, 0.0):
+    watchdog_s = seconds(facts.get("WatchdogUSec", ""))
+    # Until the first start of the unit systemd shows "infinity", whatever WatchdogSec= is.
+    if watchdog_s == 0.0 or (watchdog_s is None and facts.get("ActiveState") == "active"):
         return warning(
             f"{found}, no watchdog (WatchdogSec=)", fixes.drop_in("watchdog", "WatchdogSec=45s")
         )

@@ -177,7 +177,7 @@ class Margin:
     """Time to the end of the VM."""
     spare_s: float | None = None
     """Time left after the commit, in nine of ten cases, reserve included.  Negative: the commit comes too
-    late.  `null`: save or bandwidth are not measured."""
+    late.  `null`: save or bandwidth are not measured; checkpoints below 4 MiB measure no bandwidth."""
     fits: bool | None = None
     """Whether a notice right now would end with SAFE; `null` if it is unknown.  Over several VMs the other
     VMs must fit, too."""

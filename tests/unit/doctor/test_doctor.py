@@ -408,6 +408,8 @@ def test_logind_delay(delay_s: float, shutdown_s: float | None, level: str) -> N
         ({"TimeoutStopUSec": "infinity"}, "ok"),
         ({"NRestarts": "7"}, "warning"),
         ({"WatchdogUSec": "0"}, "warning"),
+        ({"WatchdogUSec": "infinity"}, "warning"),
+        ({"WatchdogUSec": "infinity", "ActiveState": "inactive"}, "ok"),
         ({"Type": "simple"}, "warning"),
     ],
 )
