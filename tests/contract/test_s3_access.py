@@ -285,6 +285,16 @@ def test_a_missing_right_loads_credentials_once(
     assert len(runs.read_text().splitlines()) == 2
 
 
+def test_an_archived_object_is_named_with_its_command(cloud: Cloud) -> None:
+    """A lifecycle rule has moved it to GLACIER: Permanent, and the hint brings it back."""
+    store = cloud.open()
+    store.put("key", b"x")
+    cloud.order("answer", status=403, code="InvalidObjectState", method="GET", times=100)
+    with pytest.raises(Permanent) as caught:
+        store.get("key")
+    assert "aws s3api restore-object" in caught.value.hint
+
+
 def test_a_missing_profile(cloud: Cloud) -> None:
     """Permanent; the hint names the setting."""
     store = cloud.open(profile="unknown")
