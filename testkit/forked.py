@@ -42,8 +42,9 @@ def forked(function: Callable[[], Any]) -> Any:
         if not select.select([stream], [], [], TIMEOUT_S)[0]:
             os.kill(pid, signal.SIGKILL)
         data = stream.read()
-    os.waitpid(pid, 0)
-    report = json.loads(data or '{"error": "no result"}')
+    _, status = os.waitpid(pid, 0)
+    assert data, f"the fork ended without a result: {os.waitstatus_to_exitcode(status)}"
+    report = json.loads(data)
     assert "error" not in report, report["error"]
     return report["result"]
 
