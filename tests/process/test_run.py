@@ -51,7 +51,7 @@ while not guard.should_stop:
     if step % 10 == 0:
         print(json.dumps({"step": step}), flush=True)
 guard.close()
-sys.exit(swansong.EXIT_SAVED)
+sys.exit(1 if "torchrun" in sys.argv else swansong.EXIT_SAVED)
 """
 """Starts a process in a session of its own, as torchrun starts its workers."""
 
@@ -119,14 +119,19 @@ def start(tmp_path: Path) -> Iterator[Start]:
         command.process.kill()
 
 
+@pytest.mark.fault("OE03")
+@pytest.mark.parametrize("launcher", ["", "torchrun"])
 def test_a_notice_ends_safe_and_the_next_start_resumes(
-    aws: Aws, bucket: Bucket, new_vm: Any, start: Start
+    aws: Aws, bucket: Bucket, new_vm: Any, start: Start, launcher: str
 ) -> None:
-    """The verdict is printed, the exit code is 75, and the same command line resumes from that step."""
+    """The verdict is printed, the exit code is 75, and the same command line resumes from that step.
+
+    torchrun shows the exit code 75 of its ranks as 1.
+    """
     assert EXIT_SAVED == swansong.EXIT_SAVED
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     options = ("--config", str(vm.config), "run")
-    first = start("stop", options=options)
+    first = start("stop", launcher, options=options)
     first.lines.wait(step=10)
     aws.notice(in_s=30)
     assert first.process.wait() == EXIT_SAVED

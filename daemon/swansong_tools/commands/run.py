@@ -20,6 +20,8 @@ from swansong_bucket.config.values import path as path_value
 from swansong_bucket.config.values import store_url
 from swansong_bucket.errors import ConfigError, StagingError, Unreachable
 from swansongd.config.config import DEFAULT_PATH, Config, load
+from swansongd.flush.claim_record import record_end_of_starts
+from swansongd.staging.scan import OWN_DIRECTORY
 
 from swansong_tools.commands.client import DaemonClient
 from swansong_tools.commands.common import argument, note, run_argument, whole
@@ -33,6 +35,8 @@ A configured daemon of this machine serves the trainer. Without a configuration 
 $XDG_STATE_HOME/swansong/RUN (default ~/.local/state/swansong/RUN), without root or systemd, and starts it
 again if it crashes or does not answer for 45 s.
 Ctrl-C and SIGTERM save a checkpoint, await the verdict and end the trainer; Ctrl-C twice ends all at once.
+A configured daemon takes this request only from root and its own user; for others the trainer ends at its
+last commit.
 The exit code is the trainer's: 0 if it has finished, 75 (swansong.EXIT_SAVED) if a checkpoint is saved.
 After Ctrl-C or SIGTERM, 75 means SAFE. A signal N that ends the trainer gives 128 + N, Ctrl-C twice 130."""
 EXAMPLES = {
@@ -109,6 +113,8 @@ def run(args: argparse.Namespace) -> int:
         lock = _lock(directory, name)  # the child inherits it: it is held until both have ended
         if config is None:
             path, config = _generated(directory, name, args)
+            # The lock proves that no process of an earlier start is left.
+            record_end_of_starts(config.staging.path / name / OWN_DIRECTORY)
     except OSError as error:
         where = f"{error.strerror} {error.filename or ''}".rstrip()
         fix = "Set XDG_STATE_HOME to a directory of this user, or remove the files of other users"

@@ -83,14 +83,27 @@ def handle_stops(handler: Callable[[int, FrameType | None], None]) -> None:
 
 
 def start(
-    command: Sequence[str], env: Mapping[str, str], *, stdin: int | None, output: IO[bytes] | None
+    command: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    stdin: int | None,
+    output: IO[bytes] | None,
+    blocked: Collection[signal.Signals] = (),
 ) -> subprocess.Popen[bytes]:
     """Start a program in its own session; it is killed when this process ends.
+
+    Args:
+        blocked: signals that the program does not receive.
 
     Raises:
         OSError: the program cannot be run.
     """
     parent = os.getpid()
+
+    def prepare() -> None:
+        _end_with(parent, signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+
     return subprocess.Popen(  # noqa: S603 - the operator names the command
         command,
         env=env,
@@ -98,7 +111,7 @@ def start(
         stdout=output,
         stderr=output,
         start_new_session=True,
-        preexec_fn=lambda: _end_with(parent, signal.SIGKILL),  # noqa: PLW1509 - there is one thread
+        preexec_fn=prepare,  # noqa: PLW1509 - there is one thread
     )
 
 

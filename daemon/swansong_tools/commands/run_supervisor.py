@@ -124,6 +124,8 @@ class Supervisor:
             self._kill_trainer()  # what it has left running
             if code in _NO_RESTART or self._failures >= self.restarts:
                 return self._finish(code)
+            if self._is_saved_at_a_notice():
+                return self._finish(EXIT_SAVED)
             self._failures += 1
             _say(f"the trainer {_ended(code)}; restart {self._failures} of {self.restarts}")
             self._wait(_RESTART_S, lambda: self._signal)
@@ -211,7 +213,10 @@ class Supervisor:
         env = {name: value for name, value in os.environ.items() if name not in of_systemd}
         program = (sys.executable, "-P", "-m", "swansongd.service.main", "--config", str(config))
         with open(self.log, "ab") as log:
-            self._daemon = processes.start(program, env, stdin=subprocess.DEVNULL, output=log)
+            # Slurm signals every process of a job.  The daemon would stop before the checkpoint is stored.
+            self._daemon = processes.start(
+                program, env, stdin=subprocess.DEVNULL, output=log, blocked=[signal.SIGTERM]
+            )
         self._hang_mono_s = time.monotonic() + _READY_LIMIT_S
 
     def _start_trainer(self) -> subprocess.Popen[bytes]:
@@ -286,6 +291,25 @@ class Supervisor:
     def _tell(self, message: Notify | NotifyWithdrawn) -> None:
         with DaemonClient(self.socket) as daemon:
             daemon.request(message, Noted)
+
+    def _is_saved_at_a_notice(self) -> bool:
+        """Whether the machine is about to be terminated, and the checkpoint is stored.
+
+        Ranks that end with exit code 75 make torchrun end with 1.
+        """
+
+        def is_safe() -> bool:
+            status = self._status
+            return (
+                status is not None
+                and status.evacuation is not None
+                and status.verdict is Verdict.SAFE
+            )
+
+        self._look()
+        if self._status is None or self._status.evacuation is None:
+            return False
+        return self._wait(_FOUND_S, lambda: is_safe() or self._signal) and is_safe()
 
     def _finish(self, code: int) -> int:
         """Wait until everything in staging is stored; returns the exit code of the command."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -157,6 +157,20 @@ def read_record(
     if record is None or not record.is_of(run, store_url):
         return ClaimRecord(run, store_url)
     return record
+
+
+def record_end_of_starts(own_directory: Path) -> None:
+    """Treat the recorded starts as those of an earlier boot, because all their processes have ended.
+
+    A later start may then take the run back from another VM.
+
+    Raises:
+        OSError: the file could not be written.
+    """
+    record = ClaimRecord.load(own_directory)
+    if record is not None:
+        ended = tuple(replace(each, boot_id="") for each in record.starts)
+        replace(record, starts=ended).save(own_directory)
 
 
 def expect_recorded_store(store: ObjectStore, own_directory: Path, run: str) -> None:
