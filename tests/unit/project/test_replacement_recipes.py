@@ -9,6 +9,7 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from swansongd.notifications.command import environment
@@ -91,3 +92,30 @@ def test_a_preempted_vm_leaves_its_group_after_another_one_joined(tmp_path: Path
 def test_no_other_notice_orders_a_vm(tmp_path: Path, script: str, source: str) -> None:
     """A reboot, or a notice that may not come true, must not cost a second VM."""
     assert calls(tmp_path, script, source, 100.0) == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "ends"),
+    [
+        ({"kind": NotificationKind.NOTICE, "source": "gpu", "urgency": "imminent"}, True),
+        ({"kind": NotificationKind.NOTICE, "source": "gpu", "urgency": "advisory"}, False),
+        ({"kind": NotificationKind.NOTICE, "source": "aws.spot", "urgency": "imminent"}, False),
+        ({"kind": NotificationKind.VERDICT, "verdict": "LOST"}, True),
+        ({"kind": NotificationKind.VERDICT, "verdict": "PARTIAL"}, True),
+        ({"kind": NotificationKind.VERDICT, "verdict": "SAFE"}, False),
+    ],
+)
+def test_a_vm_ends_itself_after_a_failed_gpu_and_a_loss(
+    tmp_path: Path, facts: dict[str, Any], *, ends: bool
+) -> None:
+    """After SAFE, and for a notice of the cloud, it lives on."""
+    pattern = r"```\n(#!/bin/sh\n# \S+/swansong-end\n[^`]*)```"
+    (script,) = re.findall(pattern, PAGE)
+    made = replace(sample(time.time()), **{"source": "", "urgency": "", "verdict": "", **facts})
+    order = tmp_path / "end"
+    program = tmp_path / "program"
+    program.write_text(script.replace("/run/swansong/end", str(order)))
+    program.chmod(0o755)
+    variables = environment(fields(Origin(run="r", vm="v", host="h"), made), {})
+    subprocess.run([program], env={**os.environ, **variables}, check=True, timeout=30)
+    assert order.exists() == ends
