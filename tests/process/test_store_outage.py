@@ -56,16 +56,17 @@ def test_a_store_that_stays_away_costs_the_newest_steps_and_no_hang(
     """The verdict comes at the deadline at the latest; earlier commits remain."""
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon()
-    trainer = vm.start_trainer("--every-steps", "20", script=witness)
-    daemon.lines.wait(event="committed", step=20)
-    bucket.order("outage", seconds=60)
+    trainer = vm.start_trainer("--every-steps", "200", script=witness)
+    daemon.lines.wait(event="committed", step=200)
+    trainer.lines.wait(step=201)
+    bucket.order("outage", seconds=60)  # well before step 400, also on a busy machine
     aws.notice(in_s=4)
 
     verdict = daemon.lines.wait(event="verdict", timeout_s=15)
     assert verdict["verdict"] == "PARTIAL"
     assert verdict["slack_s"] > -1
     bucket.order("clear")
-    assert bucket.manifests()[-1]["step"] == 20
+    assert bucket.manifests()[-1]["step"] == 200
     assert trainer.popen.poll() is None
 
 
