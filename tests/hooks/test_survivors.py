@@ -138,7 +138,7 @@ def answer():
     print("answered while the loop", "trains" if trains() else "stands", flush=True)
     if {closes}:
         closing.set()
-        threading.Event().wait()
+        closed.wait()
 
 def leave():
     print("left while the loop", "trains" if trains() else "stands", flush=True)
@@ -150,7 +150,7 @@ def trains():
     return stepped.wait(0.5)
 
 termination.END_LIMIT_S = 5.0 if not {hangs} else 2.0
-closing, stepped = threading.Event(), threading.Event()
+closing, closed, stepped = threading.Event(), threading.Event(), threading.Event()
 last = termination.Termination(answer, leave, is_last={is_last})
 if {before}:
     signal.signal(signal.SIGTERM, user)
@@ -162,6 +162,8 @@ os.kill(os.getpid(), signal.SIGTERM)
 while not closing.wait(0.001):
     stepped.set()
 last.close()
+closed.set()
+threading.Event().wait(0.3)  # in which a wrong end would come first
 os._exit(75)
 """
 ANSWERED, LEFT = "answered while the loop trains", "left while the loop stands"
