@@ -122,10 +122,12 @@ class Supervisor:
             if code is None:
                 return self._interrupt(trainer)
             self._kill_trainer()  # what it has left running
-            if code in _NO_RESTART or self._failures >= self.restarts:
+            if code in _NO_RESTART:
                 return self._finish(code)
             if self._is_saved_at_a_notice():
                 return self._finish(EXIT_SAVED)
+            if self._failures >= self.restarts:
+                return self._finish(code)
             self._failures += 1
             _say(f"the trainer {_ended(code)}; restart {self._failures} of {self.restarts}")
             self._wait(_RESTART_S, lambda: self._signal)
@@ -297,19 +299,14 @@ class Supervisor:
 
         Ranks that end with exit code 75 make torchrun end with 1.
         """
-
-        def is_safe() -> bool:
-            status = self._status
-            return (
-                status is not None
-                and status.evacuation is not None
-                and status.verdict is Verdict.SAFE
-            )
-
         self._look()
         if self._status is None or self._status.evacuation is None:
             return False
-        return self._wait(_FOUND_S, lambda: is_safe() or self._signal) and is_safe()
+        return self._wait(_FOUND_S, lambda: self._is_safe() or self._signal) and self._is_safe()
+
+    def _is_safe(self) -> bool:
+        status = self._status
+        return bool(status and status.evacuation and status.verdict is Verdict.SAFE)
 
     def _finish(self, code: int) -> int:
         """Wait until everything in staging is stored; returns the exit code of the command."""
