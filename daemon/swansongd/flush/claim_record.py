@@ -160,7 +160,7 @@ def read_record(
 
 
 def record_end_of_starts(own_directory: Path) -> None:
-    """Treat the recorded starts as those of an earlier boot, because all their processes have ended.
+    """Treat the recorded starts as starts of an earlier boot, because all their processes have ended.
 
     A later start may then take the run back from another VM.
 

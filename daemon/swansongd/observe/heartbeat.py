@@ -17,7 +17,7 @@ from swansongd.observe.stall import stalled
 from swansongd.observe.status import STORE_HEALTH
 
 DECIDED_S = 10.0
-"""The decision loop decides at least once a second."""
+"""The decision loop decides at least once a second; one that has not for this long hangs."""
 INTERVALS = 3.0
 """A commit may be this many checkpoint intervals old."""
 GAP_S = 900.0

@@ -69,6 +69,7 @@ from swansongd.observe import log as logs
 from swansongd.observe.accounting import Accounting, MeasuredResume, last_report
 from swansongd.observe.decision_log import DecisionLog
 from swansongd.observe.facts import Fact, Observed
+from swansongd.observe.heartbeat import DECIDED_S
 from swansongd.observe.observer import Observation, Observer
 from swansongd.observe.phase import phase_of
 from swansongd.observe.redone import RedoneWatch
@@ -117,8 +118,6 @@ _EXIT_COMMAND_S = 4.0
 """A command that orders the next VM, and began at the notice of a shutdown, needs seconds."""
 _STOP_EXTENSION_S = 10.0
 """Longer than one pass of the decision loop, and longer than the end of the daemon takes."""
-_HANG_S = 20.0
-"""A decision loop that has begun no pass for this long hangs: the daemon gives no status."""
 _JUDGEMENTS_MAX = 4
 
 _log = structlog.get_logger(__name__)
@@ -545,7 +544,7 @@ class Service:
     def _answer(self, message: protocol.Message, reply: Any) -> None:
         if isinstance(message, protocol.StatusQuery):
             # The thread of the channel still runs, and the client must see that this daemon decides nothing.
-            if time.monotonic() - self._turned_mono_s < _HANG_S:
+            if time.monotonic() - self._turned_mono_s < DECIDED_S:
                 reply(protocol.Status(report=to_json(status_of(self._snapshot()))))
         elif isinstance(message, protocol.Notify):
             notice = manual.notice_of(message, now_mono_s=time.monotonic())
