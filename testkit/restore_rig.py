@@ -39,11 +39,11 @@ class Asked:
 
 
 class RestoreRig(Generic[Store]):
-    """The run directory and the restore thread of a daemon whose state is that of a story.
+    """The run directory and the restore thread of a daemon, which has the state of a story.
 
     Args:
         directory: the staging directory, which is created.
-        options: those of the context.
+        options: of the context.
     """
 
     def __init__(

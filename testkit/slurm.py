@@ -145,7 +145,7 @@ class Slurm:
 
     @contextmanager
     def _processes(self, *command: str) -> Iterator[None]:
-        """A program as the init process of its own namespace: its end is that of all its descendants."""
+        """A program as the init process of its own namespace: all its descendants end with it."""
         namespaces = ("--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
         with open(self.directory / "output", "ab") as output:
             outside = subprocess.Popen(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The jobs of this VM: each has a daemon of its own, and a configuration in ``/etc/swansong``."""
+"""The jobs of this VM: each has its own daemon, and its own configuration in ``/etc/swansong``."""
 
 from __future__ import annotations
 

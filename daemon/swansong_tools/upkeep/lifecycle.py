@@ -30,7 +30,7 @@ def class_problem(name: str, classes: Sequence[str]) -> str:
     """Why old data cannot be in a storage class, with the fix; empty if it can.
 
     Args:
-        classes: those of the store.
+        classes: the classes of the store.
     """
     if name in classes:
         return ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which fixes ``doctor --fix`` runs: those of harmless functions, and no text of others."""
+"""``doctor --fix`` runs fixes that harmless functions have made, and no text from elsewhere."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class Termination:
         if not self._must_stop:
             self._answer()
         if self._fds is None or self._is_held:
-            self._is_over.wait()  # the script ends by itself, with an exit code of its own
+            self._is_over.wait()  # the script ends by itself, with its own exit code
         if not self._must_stop:
             self._must_stop = True
             os.kill(os.getpid(), signal.SIGTERM)
