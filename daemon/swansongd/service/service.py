@@ -509,7 +509,18 @@ class Service:
             return None
         from swansongd.observe.metrics import Metrics  # noqa: PLC0415 - slow to import
 
-        return Metrics(config, self._snapshot, self._stop)
+        return Metrics(config, self._figures, self._stop)
+
+    @property
+    def _hangs(self) -> bool:
+        """Whether the decision loop has stopped, while the threads that serve figures still run."""
+        return time.monotonic() - self._turned_mono_s > DECIDED_S
+
+    def _figures(self) -> Snapshot:
+        """The snapshot for metrics; RuntimeError if the loop hangs: an alert must fire then."""
+        if self._hangs:
+            raise RuntimeError("the decision loop hangs")
+        return self._snapshot()
 
     def _snapshot(self) -> Snapshot:
         """The figures of this moment, from any thread."""
@@ -543,8 +554,7 @@ class Service:
 
     def _answer(self, message: protocol.Message, reply: Any) -> None:
         if isinstance(message, protocol.StatusQuery):
-            # The thread of the channel still runs, and the client must see that this daemon decides nothing.
-            if time.monotonic() - self._turned_mono_s < DECIDED_S:
+            if not self._hangs:  # the client must see that this daemon decides nothing
                 reply(protocol.Status(report=to_json(status_of(self._snapshot()))))
         elif isinstance(message, protocol.Notify):
             notice = manual.notice_of(message, now_mono_s=time.monotonic())

@@ -232,14 +232,17 @@ def test_the_service_survives_an_event_that_raises_and_shows_it(
 
 
 @pytest.mark.fault("H09")
-def test_a_decision_loop_that_hangs_gives_no_status(service: Service) -> None:
-    """The thread of the channel still runs, and the client learns that the daemon does not respond."""
+def test_a_decision_loop_that_hangs_gives_no_figures(service: Service) -> None:
+    """The threads of channel and metrics still run; clients and scrapers see that it does not respond."""
     replies: list[protocol.Message] = []
     service._turned_mono_s -= 3600
     service._answer(protocol.StatusQuery(), replies.append)
     assert replies == []
+    with pytest.raises(RuntimeError, match="hangs"):
+        service._figures()
     service._turn()
     assert report(service)
+    assert service._figures()
 
 
 @pytest.mark.fault("H09", "H08")
