@@ -229,7 +229,7 @@ def judge_users(missing: list[str | int], count: int, *, grouped: bool) -> Judge
         return failure(f"trainer.users: no such user: {names}", fixes.then(*make, fixes.restart()))
     if not count:
         return ok("trainer.users is empty: only root and the daemon's user may connect")
-    return ok(f"trainer.users: {counted(count, 'user')}; no user is missing")
+    return ok(f"{counted(count, 'user')} of trainer.users found")
 
 
 def socket(vm: Installation) -> Judgement:
