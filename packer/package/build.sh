@@ -41,6 +41,7 @@ CONTROL
 
 SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git -C "$here" -c safe.directory='*' log -1 --format=%ct 2>/dev/null || echo 315532800)}
 export SOURCE_DATE_EPOCH
+find "$root" -exec touch --no-dereference --date="@$SOURCE_DATE_EPOCH" {} +
 mkdir -p "$1"
 deb=$(realpath "$1")/swansong_${version}_$(dpkg --print-architecture).deb
 dpkg-deb --root-owner-group -Z"${COMPRESSION:-xz}" --build "$root" "$deb" >/dev/null
