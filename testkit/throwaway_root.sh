@@ -17,6 +17,7 @@ mount --rbind /dev "$root/dev"
 mount --rbind /proc "$root/proc"
 mount -t tmpfs -o mode=0755 tmpfs "$root/run"
 mkdir "$root"/run/{repository,input,prefix}
+rm -f "$root/var/lib/man-db/auto-update" # otherwise each installation rebuilds the index of all man pages
 # Hide the secrets of this machine.
 for home in "$root"/{root,home}; do
 	mount -t tmpfs -o mode=0755 tmpfs "$home"
@@ -51,7 +52,7 @@ provision_from_sources() {
 }
 
 # Path, kind, mode, owner, link target and content of everything that was written, without the files of dpkg and its tools.
-of_dpkg=(\( -path ./var/lib/dpkg -o -path ./var/log/dpkg.log -o -path ./var/cache/man -o -path ./usr/share/lintian \))
+of_dpkg=(\( -path ./var/lib/dpkg -o -path ./var/log/dpkg.log -o -path ./var/cache/man -o -path ./var/lib/man-db -o -path ./usr/share/lintian \))
 changes() {
 	(cd "$space/upper" && find . -mindepth 1 "${of_dpkg[@]}" -prune -o -printf '%P\t%y\t%m\t%U\t%G\t%l\n' | sort)
 }

@@ -9,7 +9,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 import structlog
@@ -17,7 +19,7 @@ from hypothesis import HealthCheck, Phase, settings
 from swansongd.observe.log import CAPPED
 
 from testkit.time_limits import TimeLimits
-from testkit.warm import ONE_THREAD, WarmPythons
+from testkit.warm import ONE_THREAD, WarmPythons, python_of
 
 # Before the first import of torch: with threads in each worker, small operations mostly wait for one.
 os.environ.update(ONE_THREAD)
@@ -61,9 +63,16 @@ def _log_settings() -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(TimeLimits(), "swansong_time_limits")
-    if not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
+        sys.executable = config.workerinput["executable"]
+    else:
         config.stash[WARM] = WarmPythons()
         os.environ[WARM_ENV] = config.stash[WARM].directory
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests that share an expensive fixture first: workers only take over each other's last tests."""
+    items.sort(key=lambda item: item.get_closest_marker("expensive_fixture") is None)
 
 
 def pytest_collection_finish() -> None:
@@ -73,6 +82,7 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(trylast=True)  # the workers have ended by then
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail if a trainer has outlived its test: it takes a part of a core until the end of all tests."""
     if WARM in session.config.stash and (left := session.config.stash[WARM].clients()):
@@ -83,6 +93,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if WARM in config.stash:
         config.stash[WARM].close()
+
+
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Fork the workers from one process that has imported what most of their tests import."""
+    for spec in specs:
+        spec.python = python_of(config.stash[WARM].directory, "frameworks")
+
+
+def pytest_configure_node(node: Any) -> None:
+    """Tell each worker the Python that it shall start processes with."""
+    node.workerinput["executable"] = sys.executable
 
 
 @pytest.hookimpl(wrapper=True)
