@@ -16,8 +16,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from swansong import openat
+from swansong_bucket.config.values import duration, store_url
 from swansong_bucket.config.values import path as path_value
-from swansong_bucket.config.values import store_url
 from swansong_bucket.errors import ConfigError, StagingError, Unreachable
 from swansongd.config.config import DEFAULT_PATH, Config, load
 from swansongd.flush.claim_record import record_end_of_starts
@@ -76,6 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: a private directory)",
     )
     parser.add_argument(
+        "--grace",
+        type=argument(duration),
+        metavar="TIME",
+        help="time for a checkpoint after Ctrl-C or SIGTERM, as deadline.sigterm_grace_s (default 25s)",
+    )
+    parser.add_argument(
         "--restarts",
         type=whole("a number of restarts, such as 3", 10**6, least=0),
         default=3,
@@ -106,6 +112,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             [f"--run: is not {config.run.name!r}, as in {args.config} (got {args.run!r}); {fix}"]
         )
+    if config is not None and args.grace is not None:
+        fix = f"remove it, and set deadline.sigterm_grace_s in {args.config}"
+        raise ConfigError([f"--grace: excludes a configuration (got {args.grace:g} s); {fix}"])
     name = config.run.name if config else args.run or _name_here(args.store)
     path: Path | None = args.config
     try:
@@ -217,15 +226,16 @@ def _generated(directory: Path, name: str, args: argparse.Namespace) -> tuple[Pa
         raise ConfigError(
             [f"--run: makes {socket} too long for a socket; shorten it or XDG_STATE_HOME"]
         )
-    text, config = configured(
-        {
-            "run.name": name,
-            "store.url": store,
-            "staging.path": str(staging),
-            "trainer.socket": str(socket),
-            "log.format": "console",
-        }
-    )
+    values = {
+        "run.name": name,
+        "store.url": store,
+        "staging.path": str(staging),
+        "trainer.socket": str(socket),
+        "log.format": "console",
+    }
+    if args.grace is not None:
+        values["deadline.sigterm_grace_s"] = f"{args.grace:g}s"
+    text, config = configured(values)
     with openat.held(openat.open_directory(directory, owners={os.geteuid()})) as fd:
         openat.replace_file(
             _CONFIG, f"# Written by swansong run at each start.\n{text}".encode(), dir_fd=fd

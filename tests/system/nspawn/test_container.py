@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""packer/container: the image of the daemon, and its pod with a trainer, in podman."""
+"""packer/container in podman: the image of the daemon, its pod with a trainer, and the pods of the Job."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from swansong import EXIT_SAVED
 
 from testkit import REPOSITORY, TRAINERS
@@ -19,6 +22,7 @@ from testkit.clouds import Aws, Bucket
 from testkit.nspawn import build
 from testkit.nspawn.build import Layer
 from testkit.podman import TOOLS, Podman
+from testkit.rig import Lines
 from testkit.wheelhouse import write_wheelhouse
 
 pytestmark = pytest.mark.timeout(300, func_only=True)
@@ -130,3 +134,68 @@ def test_a_stopped_pod_is_safe(podman: Podman, bucket: Bucket, aws: Aws, tmp_pat
     second = daemon.wait(event="verdict", generation=2)
     assert second["verdict"] == "SAFE"
     assert second["step"] > verdict["step"]
+
+
+def job_pod(job: dict[str, Any], number: int, files: Path, *options: str) -> str:
+    """A pod as the controller of the Job creates it, with a small trainer and its options.
+
+    Args:
+        files: a directory with the store of all pods and the firmware's name of the cloud.
+    """
+    # podman gives an emptyDir of one name to all pods.
+    text = json.dumps(job["spec"]["template"]["spec"]).replace('"state"', f'"state-{number}"')
+    spec: dict[str, Any] = json.loads(text)
+    (container,) = spec["containers"]
+    command = " ".join(container["command"])
+    witness = "/opt/swansong/bin/python -u /srv/witness.py --step-delay-s 0.02 --stop-after-save"
+    for old, new in {"s3://my-bucket/prefix": "file:///store", "python train.py": witness}.items():
+        assert command.count(old) == 1, old
+        command = command.replace(old, new)
+    container |= {"image": "localhost/swansong:latest", "command": [*command.split(), *options]}
+    mounts = {"/store": files / "store", "/srv": TRAINERS, "/sys/class": files / "class"}
+    for name, (inside, path) in enumerate(mounts.items()):
+        container["volumeMounts"].append({"name": f"test-{name}", "mountPath": inside})
+        spec["volumes"].append({"name": f"test-{name}", "hostPath": {"path": str(path)}})
+    return yaml.safe_dump(
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"job-{number}"}, "spec": spec}
+    )
+
+
+@pytest.mark.fault("H03")
+def test_pods_of_a_job_continue_each_other(podman: Podman, aws: Aws, tmp_path: Path) -> None:
+    """A pod that is stopped, or has a notice, ends with 75, and the next pod resumes at that step elsewhere.
+
+    The pod of a finished run ends with 0, so that the Job is complete.
+    """
+    job = yaml.safe_load((REPOSITORY / "packer" / "container" / "job.yaml").read_text())
+    (tmp_path / "class" / "dmi" / "id").mkdir(parents=True)
+    (tmp_path / "class" / "dmi" / "id" / "sys_vendor").write_text("Amazon EC2\n")
+    (tmp_path / "store").mkdir()
+    os.chown(tmp_path / "store", UID, UID)
+
+    def start(number: int, *options: str) -> Lines:
+        (tmp_path / "pod.yaml").write_text(job_pod(job, number, tmp_path, *options))
+        podman.run("kube", "play", str(tmp_path / "pod.yaml"))
+        return podman.follow(f"job-{number}-trainer")
+
+    def saved_step(number: int) -> int:
+        """The step of the verdict that the pod has ended with."""
+        name = f"job-{number}-trainer"
+        assert exit_code(podman, name) == EXIT_SAVED
+        lines = podman.follow(name, "stderr")
+        lines.drained()
+        return int(re.findall(r"SAFE: generation \d+ step (\d+)", "\n".join(lines.raw))[-1])
+
+    start(0).wait(step=20)
+    podman.run("pod", "stop", "job-0")
+    step = saved_step(0)
+
+    trainer = start(1)
+    trainer.wait(event="resumed", from_step=step)
+    trainer.wait(step=step + 20)
+    aws.notice(in_s=60)
+    step = saved_step(1)
+
+    aws.withdraw()
+    start(2, "--steps", str(step + 20), "--finish").wait(event="resumed", from_step=step)
+    assert exit_code(podman, "job-2-trainer") == 0

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""packer/container/job.yaml agrees with ``swansong run``, which is the command of its pods."""
+
+from __future__ import annotations
+
+import kubernetes_validate
+import pytest
+import yaml
+from swansong import EXIT_SAVED
+from swansong_bucket.errors import ConfigError, FencedError, Unreachable
+from swansong_bucket.model import Verdict
+from swansong_tools.commands import run_supervisor
+from swansong_tools.commands.notify import EXIT_BY_VERDICT
+from swansongd.config.config import DeadlineConfig
+
+from testkit import REPOSITORY
+
+MANIFEST = yaml.safe_load((REPOSITORY / "packer" / "container" / "job.yaml").read_text())
+JOB = MANIFEST["spec"]
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.37"])
+def test_the_schema_of_kubernetes_accepts_the_job(version: str) -> None:
+    """A field that the schema does not know is refused, too."""
+    kubernetes_validate.validate(MANIFEST, version, strict=True)
+    pod = {**JOB["template"]["spec"], "restartPolicies": "Never"}
+    wrong = {**MANIFEST, "spec": {**JOB, "template": {"spec": pod}}}
+    with pytest.raises(kubernetes_validate.ValidationError, match="restartPolicies"):
+        kubernetes_validate.validate(wrong, version, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "action"),
+    [
+        *((code, "Ignore") for code in ({**EXIT_BY_VERDICT, Verdict.SAFE: EXIT_SAVED}).values()),
+        (ConfigError.exit_code, "FailJob"),
+        (FencedError.exit_code, "FailJob"),
+        (Unreachable.exit_code, None),
+        (1, None),
+    ],
+)
+def test_the_action_of_each_exit_code(code: int, action: str | None) -> None:
+    """A verdict costs no retry, an error that each pod would repeat ends the Job, and others are counted."""
+    for rule in JOB["podFailurePolicy"]["rules"]:
+        if "onExitCodes" in rule:
+            assert rule["onExitCodes"]["operator"] == "In"
+            if code in rule["onExitCodes"]["values"]:
+                assert rule["action"] == action
+                return
+    assert action is None
+
+
+def test_the_grace_period_outlasts_the_end_of_the_command() -> None:
+    """SIGKILL comes after the verdict and the ends of trainer and daemon, whatever they take."""
+    after_verdict_s = 2 * run_supervisor._STOP_LIMIT_S
+    grace_s = JOB["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace_s >= DeadlineConfig().sigterm_grace_s + after_verdict_s
