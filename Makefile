@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock wheelhouse deb apt-repo release container docs pictures demo test fuzz simulate test-jax test-frameworks test-stores test-system test-vm test-gpu image terraform check bench bench-beside bench-notices bench-torch bench-gpu bench-preemption format clean
+.PHONY: help setup lock wheelhouse deb apt-repo release container docs pictures demo test fuzz simulate test-jax test-frameworks test-ray test-stores test-system test-vm test-gpu image terraform check bench bench-beside bench-notices bench-torch bench-gpu bench-preemption format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 15
@@ -39,6 +39,7 @@ lock: $(STAMP)  ## pin versions and hashes in constraints.txt and requirements/ 
 	$(LOCK) --constraint constraints.txt --output-file requirements/dev.txt daemon/pyproject.toml requirements/dev.in
 	$(LOCK) --constraint requirements/dev.txt --output-file requirements/jax.txt requirements/jax.in
 	$(LOCK) --constraint requirements/dev.txt --output-file requirements/frameworks.txt requirements/frameworks.in
+	$(LOCK) --constraint requirements/dev.txt --output-file requirements/ray.txt requirements/ray.in
 
 wheelhouse:  ## make build/wheelhouse for packer/provision.sh --wheelhouse; PYTHON needs the minor version of the image's
 	$(PYTHON) -m venv --clear build/wheels
@@ -82,7 +83,7 @@ demo: $(STAMP)  ## show a preemption live: notice, save, flush, commit, power of
 WORKERS ?= 6
 
 test: $(STAMP)  ## run all tests, with WORKERS=6 for two cores, except those of whole machines and GPUs
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --ignore=tests/vm --ignore=tests/gpu --ignore=tests/system/nspawn --ignore=tests/hooks_jax --ignore=tests/hooks_frameworks $(PYTEST_ARGS)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --ignore=tests/vm --ignore=tests/gpu --ignore=tests/system/nspawn --ignore=tests/hooks_jax --ignore=tests/hooks_frameworks --ignore=tests/hooks_ray $(PYTEST_ARGS)
 
 EXAMPLES ?= 5000
 
@@ -116,6 +117,17 @@ $(FRAMEWORKS): requirements/frameworks.txt requirements/torch.txt
 
 test-frameworks: $(STAMP) $(FRAMEWORKS)  ## test the examples with further frameworks, in a separate environment (2 GB)
 	$(BIN)/python -m pytest --timeout=600 tests/hooks_frameworks $(PYTEST_ARGS)
+
+RAY := build/ray/.installed
+
+$(RAY): requirements/ray.txt requirements/torch.txt
+	$(PYTHON) -m venv --clear build/ray
+	build/ray/bin/python -m pip install --quiet --disable-pip-version-check $(HASHED) --requirement requirements/ray.txt
+	build/ray/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements/torch.txt
+	touch $@
+
+test-ray: $(STAMP) $(RAY)  ## test a job of Ray Train over three nodes, in a separate environment (1.4 GB)
+	$(BIN)/python -m pytest tests/hooks_ray $(PYTEST_ARGS)
 
 STORES  := build/stores/.installed
 FOREIGN ?= s3rver s3rver-tls ceph ceph-tls rclone-tls seaweedfs-tls azurite azurite-tls
