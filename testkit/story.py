@@ -221,7 +221,8 @@ class Story:
         gpu = gpus.record_of(self.state)
         if gpu is not None:
             after.state = gpus.resumed(
-                after.state, gpu_record.parse(as_stored(gpu_record.facts_of(gpu)))
+                after.state,
+                gpu_record.RECORD.read(as_stored(gpu_record.RECORD.write(gpu)), "the record"),
             )
         if claimed:
             after.scan()

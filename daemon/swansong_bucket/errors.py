@@ -106,13 +106,14 @@ class StagingError(SwansongError):
 
 class StoreError(SwansongError):
     exit_code = 16
-    retryable = False
+    kind = "refused"
+    """Kind of the error in metrics."""
 
 
 class Transient(StoreError):
     """``retry_after_s`` is the pause that the store requested, if any."""
 
-    retryable = True
+    kind = "transient"
 
     def __init__(self, message: str, *, hint: str = "", retry_after_s: float | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -128,23 +129,25 @@ class Forbidden(Permanent):
 
 
 class NotFound(Permanent):
-    pass
+    kind = "not_found"
 
 
 class TooLarge(Permanent):
-    pass
+    kind = "too_large"
 
 
 class Exists(Permanent):
-    pass
+    kind = "exists"
 
 
 class Changed(Permanent):
-    pass
+    kind = "changed"
 
 
 class Locked(Permanent):
     """``until_unix_s``: end of the retention by the store's clock; None if the store does not return it."""
+
+    kind = "locked"
 
     def __init__(self, message: str, *, hint: str = "", until_unix_s: float | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -169,6 +172,7 @@ class NothingToRestore(SwansongError):
 
 class CorruptError(SwansongError):
     exit_code = 8
+    kind = "corrupt"
 
 
 class MissingError(CorruptError):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from swansong_bucket.model import DeadlineQuality, Health, Severity
-from swansongd.sources.gcp import GcpOptions, GcpPreemptedSource, read_boot_id
+from swansongd.sources.gcp import GcpOptions, GcpPreemptedSource
 
 from testkit.emulators.process import EmulatorProcess
 from testkit.source_run import SourceRun, asked, control, polls
@@ -38,7 +38,9 @@ def preempted(
     url: str, *, notice_s: float | None = None, learn_after_s: float = 15.0, **options: Any
 ) -> GcpPreemptedSource:
     options = {"hang_s": 30, "timeout_s": 40.0, **options}
-    made = GcpOptions(metadata_url=url, grace_s=25.0, retry_cap_s=0.1, **options)
+    made = GcpOptions(
+        metadata_url=url, assumed_grace_s=25.0, boot_id="boot-1", retry_cap_s=0.1, **options
+    )
     return GcpPreemptedSource(made, notice_s=notice_s, learn_after_s=learn_after_s)
 
 
@@ -53,7 +55,7 @@ def test_a_change_ends_the_held_request(server: str) -> None:
         notice = run.await_notice()
         assert asked(server, GET, "200") - before <= 3
         assert (notice.source, notice.kind) == ("gcp.preempted", "reclaim")
-        assert notice.identity == f"gcp.preempted:{read_boot_id()}"  # of this machine by default
+        assert notice.identity == "gcp.preempted:boot-1"
         assert notice.severity is Severity.IMMINENT
         assert notice.deadline_quality is DeadlineQuality.ASSUMED
         assert 20 < notice.deadline_mono_s - time.monotonic() <= 25

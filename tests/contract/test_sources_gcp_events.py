@@ -64,7 +64,7 @@ def opened(
     kind: Callable[..., GcpSource], url: str, *, wall_off_s: float = 0.0, **options: Any
 ) -> SourceRun:
     settings: dict[str, Any] = {
-        "grace_s": 3600.0,
+        "assumed_grace_s": 3600.0,
         "boot_id": "boot-1",
         "hang_s": 10,
         "timeout_s": 12.0,
@@ -362,7 +362,7 @@ def test_a_requested_stop(
     control(server, "set", key=STOP + "max-duration", value=length)
     control(server, "set", key=STOP + "request-timestamp", value=when)
     control(server, "set", key=STOP + "stop-state", value="PENDING_STOP")
-    with opened(GcpStopSource, server, grace_s=25.0, wall_off_s=1200.0) as run:
+    with opened(GcpStopSource, server, assumed_grace_s=25.0, wall_off_s=1200.0) as run:
         notice = run.await_notice()
         assert (notice.kind, notice.severity) == ("stop", Severity.IMMINENT)
         assert most_s - 10 < left_s(notice) <= most_s + 1
@@ -373,7 +373,7 @@ def test_a_requested_stop(
 def test_details_that_hang_do_not_delay_the_notice(server: str) -> None:
     """The notice arrives within about a second, with the assumed deadline."""
     control(server, "fault", path=BASE + STOP + "max-duration", kind="hang")
-    with opened(GcpStopSource, server, grace_s=25.0) as run:
+    with opened(GcpStopSource, server, assumed_grace_s=25.0) as run:
         control(server, "stop", in_s=600)
         notice = run.await_notice()
         assert notice.deadline_quality is DeadlineQuality.ASSUMED

@@ -16,6 +16,7 @@ from swansong_bucket.stores.base import DELETED_MAX, ObjectInfo, ObjectStore, al
 from swansong_bucket.stores.file.store import FileStore
 from swansong_bucket.stores.opening import open_store
 from swansong_bucket.stores.options import GcsOptions, S3Options
+from swansong_bucket.stores.remote import RemoteStore
 
 from testkit.store_backends import (
     Cloud,
@@ -186,8 +187,8 @@ def test_get_refuses_a_large_object(
     store: ObjectStore, bare_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An object above the limit raises Permanent before it fills the memory."""
-    backend = sys.modules[type(bare_store).__module__]
-    monkeypatch.setattr(backend, "GET_BYTES_MAX", 1000)
+    backend = RemoteStore if isinstance(bare_store, RemoteStore) else type(bare_store)
+    monkeypatch.setattr(sys.modules[backend.__module__], "GET_BYTES_MAX", 1000)
     store.put("small", b"x" * 1000)
     store.put("large", b"x" * 1001)
     assert len(store.get("small")) == 1000

@@ -230,7 +230,7 @@ def test_any_date_is_a_date_or_none(fields: dict[str, str]) -> None:
 
 
 GCP: list[Callable[[], GcpSource]] = [
-    lambda kind=kind: kind(GcpOptions(grace_s=GRACE_S, clocks=CLOCKS, boot_id="b"))
+    lambda kind=kind: kind(GcpOptions(assumed_grace_s=GRACE_S, clocks=CLOCKS, boot_id="b"))
     for kind in (GcpPreemptedSource, GcpMaintenanceSource, GcpUpcomingSource, GcpStopSource)
 ]
 

@@ -59,7 +59,7 @@ def test_a_program_of_the_operator_reports_a_notice(
         say(running, "{}")
         until(lambda: health(vm)[0] == "ok", what="the end of the error")
         say(running, {"id": "a", "in_s": "soon"})
-        until(lambda: "in_s: " in health(vm)[1], what="the invalid field")
+        until(lambda: "in_s of the line is " in health(vm)[1], what="the invalid field")
         assert daemon.lines.all(event="notice") == []
         say(running, {"id": "later", "in_s": 5000})
         say(running, {"id": "evict-17", "in_s": 100, "reason": "capacity"})

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from swansong import bounds
-from swansong.bounds import BoundsError
 
 from swansong_bucket.errors import CorruptError
 from swansong_bucket.format import record
+from swansong_bucket.util.forms import ID, Form, Kind, text, whole
 
 FORMAT = "swansong-claim"
 BYTES_MAX = 64 * 2**10
@@ -37,15 +37,28 @@ class ClaimObject:
         return (self.generation, self.start) == (other.generation, other.start)
 
 
+def _identity(value: object, name: str) -> dict[str, str]:
+    identity = bounds.mapping(value, name, _IDENTITY_MAX)
+    return {
+        bounds.text(key, f"a key of the {name}", bounds.ID_CHARS_MAX): bounds.text(
+            each, f"{key[:40]!r} of the {name}"
+        )
+        for key, each in identity.items()
+    }
+
+
+_CLAIM = Form(
+    ClaimObject,
+    run=text(bounds.ID_CHARS_MAX),
+    generation=whole(1, bounds.GENERATION_MAX),
+    start=ID,
+    identity=Kind(_identity, dict),
+)
+
+
 def encode(claim: ClaimObject) -> bytes:
     """The claim as the bytes of its object."""
-    body = {
-        "run": claim.run,
-        "generation": claim.generation,
-        "start": claim.start,
-        "identity": dict(claim.identity),
-    }
-    return record.encode(FORMAT, body)
+    return record.encode(FORMAT, _CLAIM.write(claim))
 
 
 def decode(data: bytes) -> ClaimObject:
@@ -54,24 +67,7 @@ def decode(data: bytes) -> ClaimObject:
     Raises:
         CorruptError: a field is missing or out of bounds.
     """
-    body = record.decode(data, FORMAT, BYTES_MAX)
-    try:
-        identity = bounds.mapping(body.get("identity"), "identity of the claim", _IDENTITY_MAX)
-        claim = ClaimObject(
-            run=bounds.text(body.get("run"), "run of the claim", bounds.ID_CHARS_MAX),
-            generation=bounds.integer(
-                body.get("generation"), "generation of the claim", 1, bounds.GENERATION_MAX
-            ),
-            start=bounds.identifier(body.get("start"), "start of the claim"),
-            identity={
-                bounds.text(name, "a key of the identity", bounds.ID_CHARS_MAX): bounds.text(
-                    value, f"{name[:40]!r} of the identity"
-                )
-                for name, value in identity.items()
-            },
-        )
-    except BoundsError as error:
-        raise CorruptError(str(error)) from None
+    claim = record.read(data, FORMAT, BYTES_MAX, _CLAIM)
     if not claim.start:
         raise CorruptError("the claim names no start of the training")
     return claim

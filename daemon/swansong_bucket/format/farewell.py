@@ -8,15 +8,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 
 from swansong import bounds
-from swansong.bounds import BoundsError
 
 from swansong_bucket.errors import CorruptError
 from swansong_bucket.format import record, wall
+from swansong_bucket.format.wall import INSTANT
 from swansong_bucket.loss_records import Conclusion, EvacuationRecord, LastReport, NoticeRecord
 from swansong_bucket.model import CommitRef, Verdict, VmPart
+from swansong_bucket.util.forms import (
+    FLAG,
+    ID,
+    Form,
+    Kind,
+    Named,
+    one_of,
+    optional,
+    or_else,
+    seconds,
+    several,
+    text,
+    whole,
+)
 from swansong_bucket.util.printable import printable
 
 FORMAT = "swansong-farewell"
@@ -63,12 +78,12 @@ def encode(farewell: Farewell) -> bytes:
         "generation": farewell.generation,
         "evacuation": conclusion.evacuation_id,
         "node": evacuation.node,
-        "notices": [asdict(notice) for notice in evacuation.notices],
+        "notices": [_NOTICE.write(notice) for notice in evacuation.notices],
         "opened": wall.text(evacuation.opened_wall_s),
         "deadline_s": evacuation.deadline_s,
         "verdict": conclusion.verdict.value,
         "reason": conclusion.reason,
-        "commit": commit and {"generation": commit.generation, "step": commit.step},
+        "commit": commit and record.REF.write(commit),
         "complete": part is None,
         "slack_s": conclusion.slack_s,
         "expected_s": conclusion.expected_s,
@@ -82,23 +97,30 @@ def encode(farewell: Farewell) -> bytes:
     if evacuation.left_out:
         body["left_out"] = evacuation.left_out
     if farewell.training is not None:
-        body["training"] = _training(farewell.training)
+        body["training"] = _TRAINING.write(farewell.training)
     if farewell.digests:
         body["digests"] = {str(rank): list(each) for rank, each in farewell.digests.items()}
     return record.encode(FORMAT, body)
 
 
-def _training(report: LastReport) -> dict[str, object]:
-    return {
-        "step": report.step,
-        "at": wall.text(report.wall_s),
-        "step_s": report.step_s,
-        "ranks": report.ranks,
-        "saves_s": round(report.saves_s, 3),
-        "stall_s": round(report.stall_s, 3),
-        "over": report.is_over,
-        "deadline": wall.text(report.deadline_wall_s),
-    }
+def _text(value: object, field: str, max_chars: int = bounds.TEXT_CHARS_MAX) -> str:
+    return str(printable(bounds.text(value, field, max_chars)))
+
+
+_WORD = Kind(partial(_text, max_chars=bounds.ID_CHARS_MAX))
+_NOTICE = Form(NoticeRecord, source=_WORD, kind=_WORD)
+_MILLISECONDS = Kind(seconds(0.0).read, lambda value: round(value, 3))
+_TRAINING = Form(
+    LastReport,
+    step=whole(0, bounds.STEP_MAX),
+    at=Named("wall_s", INSTANT),
+    step_s=optional(seconds(0.0)),
+    ranks=whole(1, bounds.RANKS_MAX),
+    saves_s=_MILLISECONDS,
+    stall_s=_MILLISECONDS,
+    over=Named("is_over", FLAG),
+    deadline=Named("deadline_wall_s", optional(INSTANT)),
+)
 
 
 # ---------------------------------------------------------------- reading
@@ -165,64 +187,17 @@ def decode(data: bytes) -> RecordedEvacuation:
     Raises:
         CorruptError: a field is missing or out of bounds.
     """
-    body = record.decode(data, FORMAT, BYTES_MAX)
-    try:
-        return _recorded(body)
-    except BoundsError as error:
-        raise CorruptError(str(error)) from None
+    return record.read(data, FORMAT, BYTES_MAX, _RECORDED)
 
 
-def _recorded(body: Mapping[str, object]) -> RecordedEvacuation:
-    deadline_s = body.get("deadline_s")
-    commit, part, report = body.get("commit"), body.get("part"), body.get("training")
-    verdict = _text(body.get("verdict"), "verdict", bounds.ID_CHARS_MAX)
-    if verdict not in tuple(Verdict):
-        raise CorruptError(f"the farewell has the verdict {bounds.shown(verdict)}")
-    return RecordedEvacuation(
-        run=bounds.text(body.get("run"), "run of the farewell", bounds.ID_CHARS_MAX),
-        generation=_count(body, "generation", 0, bounds.GENERATION_MAX),
-        evacuation_id=bounds.identifier(body.get("evacuation"), "evacuation of the farewell"),
-        node=_count(body, "node", 0, bounds.NODES_MAX),
-        notices=_notices(body.get("notices")),
-        opened_wall_s=wall.required_s(body.get("opened"), "opened of the farewell"),
-        deadline_s=None if deadline_s is None else _seconds(deadline_s, "deadline_s"),
-        verdict=Verdict(verdict),
-        reason=_text(body.get("reason"), "reason"),
-        commit=None if commit is None else _ref(commit, "commit"),
-        part=None if part is None else _part(part),
-        slack_s=_seconds(body.get("slack_s"), "slack_s"),
-        expected_s=wall.optional(body.get("expected_s"), "expected_s of the farewell"),
-        took_s=wall.optional(body.get("took_s"), "took_s of the farewell"),
-        timeline=_timeline(body.get("timeline")),
-        left_out=bounds.integer(body.get("left_out", 0), "left_out", 0, bounds.STEP_MAX),
-        samples=_samples(body.get("samples")),
-        training=None if report is None else _last_report(report),
-        written_wall_s=wall.required_s(body.get("written"), "time of the farewell"),
-        digests=_digests(body.get("digests", {})),
-    )
-
-
-def _notices(value: object) -> tuple[NoticeRecord, ...]:
-    found = []
-    for item in bounds.items(value, "notices of the farewell", NOTICES_MAX):
-        notice = bounds.mapping(item, "notice of the farewell", bounds.FACTS_MAX)
-        found.append(
-            NoticeRecord(
-                _text(notice.get("source"), "source", bounds.ID_CHARS_MAX),
-                _text(notice.get("kind"), "kind", bounds.ID_CHARS_MAX),
-            )
-        )
-    return tuple(found)
-
-
-def _timeline(value: object) -> tuple[TimelineEntry, ...]:
+def _timeline(value: object, name: str) -> tuple[TimelineEntry, ...]:
     entries: list[TimelineEntry] = []
-    for item in bounds.items(value, "timeline of the farewell", ENTRIES_MAX):
+    for item in bounds.items(value, name, ENTRIES_MAX):
         entry = bounds.mapping(item, "entry of the timeline", bounds.FACTS_MAX)
         after_s = entries[-1].at_s if entries else 0.0
         entries.append(
             TimelineEntry(
-                phase=_text(entry.get("phase"), "phase", bounds.ID_CHARS_MAX),
+                phase=_WORD.read(entry.get("phase"), "phase of the farewell"),
                 at_s=bounds.number(entry.get("at_s"), "at_s", after_s, bounds.SECONDS_MAX),
                 facts=_facts(entry),
             )
@@ -254,10 +229,10 @@ def _fact(name: str, value: Fact) -> Fact:
     return value
 
 
-def _samples(value: object) -> tuple[tuple[float, int], ...]:
+def _samples(value: object, name: str) -> tuple[tuple[float, int], ...]:
     samples: list[tuple[float, int]] = []
     at_s, sent_bytes = 0.0, 0
-    for item in bounds.items(value, "samples of the farewell", SAMPLES_MAX):
+    for item in bounds.items(value, name, SAMPLES_MAX):
         pair = bounds.items(item, "sample", 2)
         if len(pair) != 2:
             raise CorruptError(f"a sample of the farewell has {len(pair)} values instead of 2")
@@ -267,59 +242,45 @@ def _samples(value: object) -> tuple[tuple[float, int], ...]:
     return tuple(samples)
 
 
-def _digests(value: object) -> Mapping[int, tuple[str, ...]]:
+def _digests(value: object, name: str) -> Mapping[int, tuple[str, ...]]:
     found: dict[int, tuple[str, ...]] = {}
-    for name, each in bounds.mapping(
-        value, "digests of the farewell", bounds.FAREWELL_DIGESTS_MAX
-    ).items():
-        if not _RANK.fullmatch(name):
-            raise CorruptError(f"the farewell has digests of rank {bounds.shown(name)}")
-        found[int(name)] = tuple(
+    for rank, each in bounds.mapping(value, name, bounds.FAREWELL_DIGESTS_MAX).items():
+        if not _RANK.fullmatch(rank):
+            raise CorruptError(f"the farewell has digests of rank {bounds.shown(rank)}")
+        found[int(rank)] = tuple(
             bounds.step_digest(text, "digest of the farewell")
             for text in bounds.items(each, "digests of a rank", bounds.DIGESTS_MAX)
         )
     return found
 
 
-def _ref(value: object, field: str) -> CommitRef:
-    body = bounds.mapping(value, f"{field} of the farewell", bounds.FACTS_MAX)
-    return CommitRef(
-        _count(body, "generation", 0, bounds.GENERATION_MAX),
-        _count(body, "step", 0, bounds.STEP_MAX),
-    )
+def _part(value: object, name: str) -> VmPart:
+    body = bounds.mapping(value, name, bounds.FACTS_MAX)
+    nodes = bounds.integer(body.get("nodes"), "nodes", 1, bounds.NODES_MAX)
+    committed = bounds.integer(body.get("nodes_committed"), "nodes_committed", 0, bounds.NODES_MAX)
+    return VmPart(record.REF.read(body, name), nodes, committed)
 
 
-def _part(value: object) -> VmPart:
-    body = bounds.mapping(value, "part of the farewell", bounds.FACTS_MAX)
-    return VmPart(
-        _ref(body, "part"),
-        _count(body, "nodes", 1, bounds.NODES_MAX),
-        _count(body, "nodes_committed", 0, bounds.NODES_MAX),
-    )
-
-
-def _text(value: object, field: str, max_chars: int = bounds.TEXT_CHARS_MAX) -> str:
-    return str(printable(bounds.text(value, f"{field} of the farewell", max_chars)))
-
-
-def _seconds(value: object, field: str) -> float:
-    """A number of seconds, which may be negative."""
-    return bounds.number(value, f"{field} of the farewell", -bounds.SECONDS_MAX, bounds.SECONDS_MAX)
-
-
-def _count(body: Mapping[str, object], name: str, low: int, high: int) -> int:
-    return bounds.integer(body.get(name), f"{name} of the farewell", low, high)
-
-
-def _last_report(value: object) -> LastReport:
-    body = bounds.mapping(value, "training of the farewell", bounds.FACTS_MAX)
-    return LastReport(
-        step=bounds.integer(body.get("step"), "last step", 0, bounds.STEP_MAX),
-        wall_s=wall.required_s(body.get("at"), "time of the last step"),
-        step_s=wall.optional(body.get("step_s"), "step_s of the farewell"),
-        ranks=bounds.integer(body.get("ranks"), "ranks", 1, bounds.RANKS_MAX),
-        saves_s=bounds.number(body.get("saves_s"), "saves_s", 0.0, bounds.SECONDS_MAX),
-        stall_s=bounds.number(body.get("stall_s"), "stall_s", 0.0, bounds.SECONDS_MAX),
-        is_over=bounds.boolean(body.get("over"), "over"),
-        deadline_wall_s=wall.optional_s(body.get("deadline"), "deadline of the farewell"),
-    )
+_RECORDED = Form(
+    RecordedEvacuation,
+    run=text(bounds.ID_CHARS_MAX),
+    generation=whole(0, bounds.GENERATION_MAX),
+    evacuation=Named("evacuation_id", ID),
+    node=whole(0, bounds.NODES_MAX),
+    notices=several(_NOTICE.kind, NOTICES_MAX),
+    opened=Named("opened_wall_s", INSTANT),
+    deadline_s=optional(seconds()),
+    verdict=one_of(Verdict),
+    reason=Kind(_text),
+    commit=optional(record.REF),
+    part=optional(Kind(_part)),
+    slack_s=seconds(),
+    expected_s=optional(seconds(0.0)),
+    took_s=optional(seconds(0.0)),
+    timeline=Kind(_timeline),
+    left_out=or_else(whole(0, bounds.STEP_MAX), 0),
+    samples=Kind(_samples),
+    training=optional(_TRAINING.kind),
+    written=Named("written_wall_s", INSTANT),
+    digests=or_else(Kind(_digests), {}),
+)

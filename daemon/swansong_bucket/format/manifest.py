@@ -25,6 +25,7 @@ from swansong_bucket.model import (
     Extent,
     StoredShard,
 )
+from swansong_bucket.util.forms import optional
 
 FORMAT = "swansong-manifest"
 
@@ -148,7 +149,7 @@ def _manifest(body: dict[str, Any]) -> Manifest:
         nodes=_count(body, "nodes", bounds.NODES_MAX),
         nonce=_text(body, "nonce"),
         shards=tuple(_shard(item, chunks) for item in shards),
-        parent=_parent(body.get("parent")),
+        parent=optional(record.REF).read(body.get("parent"), "parent of the manifest"),
         framework=_text(body, "framework"),
         health=bounds.metrics(body.get("health"), "health of the manifest"),
         trainer=bounds.facts(body.get("trainer"), "trainer of the manifest"),
@@ -234,16 +235,6 @@ def _list(item: Any, what: str, length: int) -> list[Any]:
     if len(found) != length:
         raise CorruptError(f"{what} has {len(found)} items instead of {length}")
     return found
-
-
-def _parent(item: Any) -> CommitRef | None:
-    if item is None:
-        return None
-    if type(item) is not dict:
-        raise CorruptError("the manifest has a parent that is not a JSON object")
-    return CommitRef(
-        _count(item, "generation", bounds.GENERATION_MAX), _count(item, "step", bounds.STEP_MAX)
-    )
 
 
 def _text(body: Mapping[str, Any], name: str, max_chars: int = bounds.ID_CHARS_MAX) -> str:

@@ -9,14 +9,22 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from swansong import bounds
 from swansong.bounds import BoundsError
 
 from swansong_bucket.errors import CorruptError
+from swansong_bucket.model import CommitRef
+from swansong_bucket.util.forms import Form, whole
 
 VERSION = 1
+REF = Form(
+    CommitRef, generation=whole(0, bounds.GENERATION_MAX), step=whole(0, bounds.STEP_MAX)
+).kind
+"""A commit that a record names."""
+
+R = TypeVar("R")
 
 
 def encode(format_name: str, body: Mapping[str, object]) -> bytes:
@@ -65,6 +73,19 @@ def decode(
     if not is_intact:
         raise CorruptError(f"{what} does not match its own digest")
     return body
+
+
+def read(data: bytes, format_name: str, bytes_max: int, form: Form[R]) -> R:
+    """Parse and check the bytes of a small record.
+
+    Raises:
+        CorruptError: a field is missing or out of bounds, or as :func:`decode`.
+    """
+    body = decode(data, format_name, bytes_max)
+    try:
+        return form.read(body, f"the {format_name.removeprefix('swansong-')}")
+    except BoundsError as error:
+        raise CorruptError(str(error)) from None
 
 
 def _digested(body: Mapping[str, object]) -> tuple[str, bytes]:

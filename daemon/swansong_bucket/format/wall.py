@@ -9,6 +9,8 @@ from typing import overload
 from swansong import bounds
 from swansong.bounds import BoundsError
 
+from swansong_bucket.util.forms import Kind
+
 WALL_S_MAX = 4_102_444_800.0
 """The year 2100."""
 
@@ -53,9 +55,7 @@ def instant_s(text: str) -> float | None:
         return None
 
 
-def optional(value: object, field: str) -> float | None:
-    """A duration in seconds; None remains None."""
-    return None if value is None else bounds.number(value, field, 0.0, bounds.SECONDS_MAX)
+INSTANT = Kind(required_s, text)
 
 
 def utc_now() -> str:

@@ -14,11 +14,11 @@ from typing import TypeVar
 
 from blake3 import blake3
 
-from swansong_bucket.errors import CorruptError, Exists, NotFound, Permanent, Transient
+from swansong_bucket.errors import CorruptError, Exists, NotFound, Permanent
 from swansong_bucket.mirror.gate import Gate
 from swansong_bucket.model import Chunk
 from swansong_bucket.retention.survey import stored_objects
-from swansong_bucket.stores.base import ObjectStore
+from swansong_bucket.stores.base import BytesSink, ObjectStore
 from swansong_bucket.util.threads import parallel
 
 VERIFIED_MAX = 200_000
@@ -139,7 +139,7 @@ class ChunkCopier:
     def _read(self, store: ObjectStore, chunk: Chunk) -> memoryview:
         sink = _ChunkSink(chunk.size_bytes, self._gate)
         self._gate.run(lambda: store.get_range(chunk.key, 0, chunk.size_bytes, sink))
-        return sink.data
+        return memoryview(sink.data)
 
     def _expect_in_store(self, chunk: Chunk) -> None:
         """Raise CorruptError if the primary store lacks the chunk, or has it in another size."""
@@ -162,21 +162,13 @@ class ChunkCopier:
         )
 
 
-class _ChunkSink:
+class _ChunkSink(BytesSink):
     """Collects a chunk in memory; pauses or ends the request when copies must pause."""
 
     def __init__(self, size_bytes: int, gate: Gate) -> None:
-        self.data = memoryview(bytearray(size_bytes))
-        self._at = 0
+        super().__init__(size_bytes)
         self._gate = gate
-
-    def rewind(self) -> None:
-        self._at = 0
 
     def write(self, window: memoryview) -> None:
         self._gate.check()
-        end = self._at + window.nbytes
-        if end > self.data.nbytes:
-            raise Transient("the store sent more bytes than the requested range has")
-        self.data[self._at : end] = window
-        self._at = end
+        super().write(window)

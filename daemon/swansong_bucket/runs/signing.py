@@ -139,11 +139,8 @@ def load(path: Path | None) -> SigningKey | None:
     if path is None:
         return None
     try:
-        directory_fd = openat.open_directory(os.path.realpath(path.parent))
-        try:
+        with openat.held(openat.open_directory(os.path.realpath(path.parent))) as directory_fd:
             fd = openat.open_file(path.name, dir_fd=directory_fd)
-        finally:
-            os.close(directory_fd)
         with os.fdopen(fd, "rb") as file:
             mode = stat.S_IMODE(os.fstat(fd).st_mode)
             key = file.read(KEY_BYTES_MAX + 1)

@@ -182,6 +182,7 @@ class ObjectStore(Protocol):
         The listing ends only at the page that the store marks as the last one.  Raises Permanent above
         :data:`LISTED_MAX` entries, and when a page leads back to an earlier page.
         """
+        return listed(prefix, lambda token: self.page(prefix, token, after=after), after)
 
     def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
         """Return one page of that listing; ``token`` is that of the previous page, None for the first.

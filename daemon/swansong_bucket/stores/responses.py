@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
+from datetime import datetime
 from html import unescape
 from typing import Any
 from urllib.parse import unquote_plus
@@ -23,6 +22,7 @@ from swansong_bucket.errors import Transient
 from swansong_bucket.stores.base import Folders, ObjectInfo, Page
 from swansong_bucket.stores.checksums import crc32c_from_base64
 from swansong_bucket.stores.http.client import RESPONSE_BYTES_MAX, Response
+from swansong_bucket.util.http1 import http_date
 
 PAGE_ITEMS = 1000
 """Requested size of a page, and the largest one of both stores."""
@@ -188,7 +188,7 @@ def blobs(response: Response, base: str, prefix: str) -> Page:
         ObjectInfo(
             _below(field(item, "Name", _KEY_CHARS_MAX), base, prefix),
             decimal(item.findtext("Properties/Content-Length"), "Content-Length", 0, BYTES_MAX),
-            _seconds_between(_http_date(item.findtext("Properties/Last-Modified") or ""), now),
+            _seconds_between(http_date(item.findtext("Properties/Last-Modified") or ""), now),
             _tag(item.findtext("Properties/Etag") or ""),
         )
         for item in page.findall("Blobs/Blob")
@@ -245,15 +245,7 @@ def _seconds_between(then: datetime | None, now: datetime | None) -> float | Non
 
 def _stated_date(response: Response) -> datetime | None:
     """The store's time of the response."""
-    return _http_date(response.headers.get("date", ""))
-
-
-def _http_date(stated: str) -> datetime | None:
-    try:
-        reported = parsedate_to_datetime(stated)
-    except (ValueError, OverflowError):
-        return None
-    return reported.replace(tzinfo=reported.tzinfo or UTC)
+    return http_date(response.headers.get("date", ""))
 
 
 def _tag(etag: str) -> str:
@@ -347,7 +339,7 @@ def length_of(headers: Mapping[str, str]) -> int:
 
 def head_info(response: Response, key: str) -> ObjectInfo:
     """The object of a HEAD."""
-    written = _http_date(response.headers.get("last-modified", ""))
+    written = http_date(response.headers.get("last-modified", ""))
     return ObjectInfo(
         key,
         length_of(response.headers),

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any, Literal
 
 from swansong.bounds import BoundsError, text
 
 from swansong_bucket.errors import Locked, NotFound, Permanent, Transient
+from swansong_bucket.util.http1 import http_date
 
 LockMode = Literal["governance", "compliance"]
 DAY_S = 86400.0
@@ -55,12 +55,8 @@ class StoreClock:
             self._ask()
         if self._seen is not None:
             date, mono_s = self._seen
-            try:
-                stated = parsedate_to_datetime(date)
-            except (ValueError, OverflowError):
-                pass
-            else:
-                stated = stated.replace(tzinfo=stated.tzinfo or UTC)
+            stated = http_date(date)
+            if stated is not None:
                 return stated.timestamp() + time.monotonic() - mono_s
         raise Transient("the responses of the store have no valid Date header")
 

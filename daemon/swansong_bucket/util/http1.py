@@ -12,6 +12,8 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 
 from swansong_bucket.errors import Transient
 
@@ -35,6 +37,15 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
     """The ``Retry-After`` header in seconds; None if it is missing or contains a date."""
     text = headers.get("retry-after", "")
     return float(text) if _SECONDS.fullmatch(text) else None
+
+
+def http_date(text: str) -> datetime | None:
+    """The instant of a header such as ``Date``, in UTC; None if it is not valid."""
+    try:
+        stated = parsedate_to_datetime(text)
+        return stated.replace(tzinfo=stated.tzinfo or UTC).astimezone(UTC)
+    except (ValueError, OverflowError):
+        return None
 
 
 def request_head(lines: Sequence[str]) -> bytes:

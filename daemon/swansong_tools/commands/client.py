@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import secrets
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,12 +28,12 @@ from swansong.protocol import (
 )
 from swansong_bucket.errors import Unreachable
 from swansongd.observe.status import DaemonStatus, from_json
+from swansongd.util import unix
 
 TIMEOUT_S = 5.0
 RESTORE_TIMEOUT_S = 120.0
 """Longer than the daemon waits for the store before it reports progress or an error."""
 _RETRY_S = 0.05
-_UCRED = struct.Struct("3i")
 """Process, user and group."""
 _NOT_ALLOWED = "Run the command as root, or as one of trainer.users"
 
@@ -125,8 +124,7 @@ class DaemonClient:
 
     def peer_uid(self) -> int:
         """The user that listens on the socket, as the kernel reports it."""
-        credentials = self._channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        return int(_UCRED.unpack(credentials)[1])
+        return unix.peer_credentials(self._channel)[1]
 
     def close(self) -> None:
         self._channel.close()

@@ -32,8 +32,13 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=step, metavar="N", help="consider only commits of this step")
 
 
+def add_flag(parser: argparse._ActionsContainer, name: str, text: str) -> None:
+    """Add an option without a value."""
+    parser.add_argument(name, action="store_true", help=text)
+
+
 def add_json(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    add_flag(parser, "--json", "print JSON, for programs")
 
 
 def argument(reader: Reader, *, takes_number: bool = False) -> Parser:
@@ -90,7 +95,7 @@ step = whole("a step; list them with swansong ls", bounds.STEP_MAX, least=0)
 
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quiet", action="store_true", help="print no progress")
+    add_flag(parser, "--quiet", "print no progress")
 
 
 def is_screen(stream: TextIO) -> bool:

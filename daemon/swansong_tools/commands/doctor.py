@@ -18,7 +18,7 @@ from swansongd.config.config import load
 from swansongd.observe import log
 
 from swansong_tools.commands.client import DaemonClient
-from swansong_tools.commands.common import add_json, print_json
+from swansong_tools.commands.common import add_flag, add_json, print_json
 from swansong_tools.commands.jobs import other_jobs
 from swansong_tools.commands.terminal import console
 from swansong_tools.doctor.checkup import check
@@ -47,32 +47,32 @@ EXAMPLES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = parser.add_mutually_exclusive_group()
     add_json(output)
-    output.add_argument(
+    add_flag(
+        output,
         "--fix",
-        action="store_true",
-        help="first show and run the harmless fixes, which start, enable or create something; fixes that "
+        "first show and run the harmless fixes, which start, enable or create something; fixes that "
         "delete, open or edit something are only shown",
     )
-    parser.add_argument(
+    add_flag(
+        parser,
         "--image",
-        action="store_true",
-        help="check an image during its build: skip the metadata service, the store and the daemon",
+        "check an image during its build: skip the metadata service, the store and the daemon",
     )
-    parser.add_argument(
+    add_flag(
+        parser,
         "--speed",
-        action="store_true",
-        help="also measure the bandwidth to the store: uploads 32 MiB for each of flush.connections, "
+        "also measure the bandwidth to the store: uploads 32 MiB for each of flush.connections, "
         "and deletes them",
     )
-    parser.add_argument(
+    add_flag(
+        parser,
         "--trial",
-        action="store_true",
-        help="accept a file:// store on this VM's own disk, for a trial: checkpoints are lost with the VM",
+        "accept a file:// store on this VM's own disk, for a trial: checkpoints are lost with the VM",
     )
-    parser.add_argument(
+    add_flag(
+        parser,
         "--send-notification",
-        action="store_true",
-        help="also send a test notification to the webhook of [notify], and call its heartbeat address",
+        "also send a test notification to the webhook of [notify], and call its heartbeat address",
     )
 
 

@@ -21,7 +21,7 @@ from swansongd.config.config import load
 from swansongd.observe import log
 from swansongd.observe.exposition import Exposition, registry_of
 
-from swansong_tools.commands.common import argument, interval, run_argument, whole
+from swansong_tools.commands.common import add_flag, argument, interval, run_argument, whole
 from swansong_tools.commands.opening import stop_on_signals
 from swansong_tools.commands.prices import add_prices, prices_of
 from swansong_tools.economics.cost import Prices
@@ -102,9 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"largest number of runs of a store (default {_RUNS_MAX})",
     )
-    parser.add_argument(
-        "--once", action="store_true", help="read once, print the metrics, and exit"
-    )
+    add_flag(parser, "--once", "read once, print the metrics, and exit")
     add_prices(parser)
 
 

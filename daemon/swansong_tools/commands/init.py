@@ -21,7 +21,7 @@ from swansongd.config.config import DEFAULT_PATH
 from swansongd.trainers.users import uids_of
 
 from swansong_tools.commands import main
-from swansong_tools.commands.common import Parser, argument, note, run_argument
+from swansong_tools.commands.common import Parser, add_flag, argument, note, run_argument
 from swansong_tools.commands.configuring import configured, is_example
 from swansong_tools.doctor import fixes
 from swansong_tools.doctor.installation import BOOTED, TRAINER_GROUP
@@ -78,7 +78,7 @@ _VALUES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, value in _VALUES.items():
         parser.add_argument(f"--{name}", type=value.parse, metavar=value.metavar, help=value.text)
-    parser.add_argument("--yes", action="store_true", help="do not ask for consent")
+    add_flag(parser, "--yes", "do not ask for consent")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ from swansong_bucket.runs.run import Run
 from swansong_bucket.transfer.restore import health_of
 from swansong_bucket.util.printable import printable
 
-from swansong_tools.commands.common import add_json, add_run, note, print_json, whole
+from swansong_tools.commands.common import add_flag, add_json, add_run, note, print_json, whole
 from swansong_tools.commands.opening import Opened, opened
 from swansong_tools.commands.progress import ProgressDisplay
 from swansong_tools.commands.terminal import console, table
@@ -53,11 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="METRIC",
         help="metric that ranks the commits (default: retention.best_metric)",
     )
-    parser.add_argument(
-        "--highest",
-        action="store_true",
-        help="with --best: the highest value of the metric is the best",
-    )
+    add_flag(parser, "--highest", "with --best: the highest value of the metric is the best")
     parser.add_argument(
         "--newest",
         type=whole("a number of commits", 10**9),
@@ -65,9 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="list only the N newest commits; the protected ones are chosen among these",
     )
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument(
-        "--wide", action="store_true", help="show all columns; the default fits 80 columns"
-    )
+    add_flag(kind, "--wide", "show all columns; the default fits 80 columns")
     add_json(kind)
 
 

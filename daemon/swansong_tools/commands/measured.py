@@ -32,7 +32,7 @@ from swansong_tools.economics.bill import Upkeep, upkeep
 from swansong_tools.economics.expected import DAY_S, InterruptionKind, Job, best_interval
 from swansong_tools.economics.loss import Interruption, Loss
 from swansong_tools.economics.poisson import poisson_interval
-from swansong_tools.units import human_s
+from swansong_tools.units import counted, human_s
 
 EVACUATIONS_MAX = 1000
 _MANIFESTS_MAX = 5
@@ -209,10 +209,10 @@ def _save_cost_s(read: _Bucket, gpus: int, notes: list[str]) -> float:
     commits = _by_generation(read)
     complete = sorted(commits)[1:] if len(commits) > 1 else sorted(commits)
     saves_s = {life.generation: life.ending.saves_s for life in read.lives}
-    counted = [number for number in complete if saves_s.get(number) is not None]
-    count = sum(len(commits[number]) for number in counted)
+    known = [number for number in complete if saves_s.get(number) is not None]
+    count = sum(len(commits[number]) for number in known)
     if count:
-        return sum(saves_s[number] or 0.0 for number in counted) / count
+        return sum(saves_s[number] or 0.0 for number in known) / count
     cost_s = read.newest.size_bytes * read.newest.nodes / gpus / SNAPSHOT_BYTES_PER_S
     notes.append(f"a checkpoint stops training for {human_s(cost_s)}: no farewell shows it yet")
     return cost_s
@@ -397,15 +397,13 @@ def _seen(read: _Bucket, preemptions: int, silent: int) -> dict[str, float]:
     }
 
 
-def _counted(number: float, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
 def _rests_on(seen: Mapping[str, float], prior_s: float) -> str:
     rate = f": {seen['per_day']:.2g} a day (95 %: {seen['per_day_low']:.2g} to {seen['per_day_high']:.2g})"
+    commits = counted(int(seen["commits"]), "commit")
+    interruptions = counted(int(seen["interruptions"]), "interruption")
     if seen["wall_s"] < prior_s and seen["interruptions"] <= 1:
         rate = ", too short for a rate"
     return (
-        f"{_counted(seen['commits'], 'commit')} and {_counted(seen['interruptions'], 'interruption')} in "
+        f"{commits} and {interruptions} in "
         f"{human_s(seen['wall_s'])}{rate}, {seen['without_notice']} of them without a usable notice"
     )

@@ -18,7 +18,15 @@ from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.stores.wrappers.throttle import Throttled
 from swansong_bucket.util.printable import printable
 
-from swansong_tools.commands.common import add_json, add_quiet, add_run, note, place, print_json
+from swansong_tools.commands.common import (
+    add_flag,
+    add_json,
+    add_quiet,
+    add_run,
+    note,
+    place,
+    print_json,
+)
 from swansong_tools.commands.opening import Opened, mirror_of, opened
 from swansong_tools.commands.progress import ProgressDisplay
 from swansong_tools.units import counted, human_bytes
@@ -34,20 +42,14 @@ EXAMPLES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument(
-        "--dry-run", action="store_true", help="print what would be copied, and copy nothing"
-    )
-    kind.add_argument(
+    add_flag(kind, "--dry-run", "print what would be copied, and copy nothing")
+    add_flag(
+        kind,
         "--promote",
-        action="store_true",
-        help="claim a generation in the mirror, so that the run continues there; VMs that use the store "
+        "claim a generation in the mirror, so that the run continues there; VMs that use the store "
         "stop committing at their next contact with the mirror",
     )
-    parser.add_argument(
-        "--force",
-        action="store_true",
-        help="with --promote: give up the commits that the mirror lacks",
-    )
+    add_flag(parser, "--force", "with --promote: give up the commits that the mirror lacks")
     add_quiet(parser)
     add_json(parser)
 

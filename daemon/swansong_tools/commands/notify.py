@@ -21,7 +21,7 @@ from swansongd.observe.status import DaemonStatus, VerdictStatus, to_json
 from swansongd.sources.manual import identity_of
 
 from swansong_tools.commands.client import TIMEOUT_S, DaemonClient
-from swansong_tools.commands.common import add_json, argument, note, print_json
+from swansong_tools.commands.common import add_flag, add_json, argument, note, print_json
 from swansong_tools.commands.view.rows import newer_generation, part_of
 
 EXIT_BY_VERDICT = {
@@ -71,9 +71,7 @@ def add_notice(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
     parser.add_argument(
         "--reason", default="", metavar="TEXT", help="reason, for the log and the farewell"
     )
-    parser.add_argument(
-        "--wait", action="store_true", help="wait for the verdict; the exit code shows it"
-    )
+    add_flag(parser, "--wait", "wait for the verdict; the exit code shows it")
     add_json(parser)
     return kind
 

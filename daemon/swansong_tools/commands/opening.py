@@ -114,9 +114,7 @@ def perhaps_mirror(here: Opened) -> ObjectStore | None:
 def _retrying(
     store: ObjectStore, key: SigningKey | None, budget_s: float, stop: threading.Event
 ) -> ObjectStore:
-    return Retrying(
-        signing.signed(store, key), give_up_mono_s=lambda: None, budget_s=budget_s, stop=stop
-    )
+    return Retrying(signing.signed(store, key), budget_s=budget_s, stop=stop)
 
 
 def mirror_of(here: Opened) -> ObjectStore:

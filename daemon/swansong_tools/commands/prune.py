@@ -13,7 +13,15 @@ from swansong_bucket.retention.prune import PruneDecision, PruneReport, prune
 from swansong_bucket.runs import catalog
 from swansong_bucket.util.printable import printable
 
-from swansong_tools.commands.common import add_json, add_quiet, add_run, note, place, print_json
+from swansong_tools.commands.common import (
+    add_flag,
+    add_json,
+    add_quiet,
+    add_run,
+    note,
+    place,
+    print_json,
+)
 from swansong_tools.commands.opening import opened
 from swansong_tools.commands.prices import add_prices, money, prices_of
 from swansong_tools.commands.progress import ProgressDisplay
@@ -31,7 +39,7 @@ EXAMPLES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
-    parser.add_argument("--dry-run", action="store_true", help="explain, and delete nothing")
+    add_flag(parser, "--dry-run", "explain, and delete nothing")
     add_prices(parser)
     add_quiet(parser)
     add_json(parser)

@@ -91,12 +91,9 @@ def _write(path: Path, text: str) -> None:
     mask = os.umask(0o077)
     os.umask(mask)
     try:
-        directory_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
+        with openat.held(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)) as directory_fd:
             mode, data = 0o666 & ~mask, text.encode()
             openat.replace_file(path.name, data, dir_fd=directory_fd, mode=mode, durable=False)
-        finally:
-            os.close(directory_fd)
     except OSError as error:
         raise ConfigError(
             [

@@ -17,7 +17,15 @@ from swansong_bucket.errors import ConfigError, Stopped, Unreachable
 from swansongd.config.config import Config, load
 
 from swansong_tools.commands.client import DaemonClient
-from swansong_tools.commands.common import add_json, add_quiet, add_run, add_step, generation, note
+from swansong_tools.commands.common import (
+    add_flag,
+    add_json,
+    add_quiet,
+    add_run,
+    add_step,
+    generation,
+    note,
+)
 from swansong_tools.commands.destination import link, report_fresh, resolved
 from swansong_tools.commands.progress import ProgressDisplay
 
@@ -42,20 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="target directory; must be empty or not exist",
     )
-    parser.add_argument(
-        "--healthy",
-        action="store_true",
-        help="restore only a commit that is known to have a finite loss",
-    )
-    parser.add_argument(
-        "--fresh-ok",
-        action="store_true",
-        help="exit with 0 instead of 17 if the run has no commit yet",
-    )
-    parser.add_argument(
+    add_flag(parser, "--healthy", "restore only a commit that is known to have a finite loss")
+    add_flag(parser, "--fresh-ok", "exit with 0 instead of 17 if the run has no commit yet")
+    add_flag(
+        parser,
         "--local",
-        action="store_true",
-        help="prefer a sealed checkpoint in this VM's staging directory if the store has no newer one; "
+        "prefer a sealed checkpoint in this VM's staging directory if the store has no newer one; "
         "DIR becomes a link to it, or to the download of the daemon",
     )
     parser.add_argument(

@@ -11,7 +11,7 @@ from swansongd.observe.status import to_json
 from swansongd.trainers import unconnected
 
 from swansong_tools.commands.client import DaemonClient
-from swansong_tools.commands.common import add_json, interval, print_json
+from swansong_tools.commands.common import add_flag, add_json, interval, print_json
 from swansong_tools.commands.jobs import other_jobs
 
 NOTES = "The caller must be root, the daemon's user, or one of trainer.users."
@@ -28,10 +28,10 @@ _INTERVAL_S = 1.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kind = parser.add_mutually_exclusive_group()
     add_json(kind)
-    kind.add_argument(
+    add_flag(
+        kind,
         "--watch",
-        action="store_true",
-        help="show the state until Ctrl-C; without a terminal, print one line per change",
+        "show the state until Ctrl-C; without a terminal, print one line per change",
     )
     parser.add_argument(
         "--interval",

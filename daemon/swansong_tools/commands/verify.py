@@ -19,6 +19,7 @@ from swansong_bucket.util.printable import printable
 from swansongd.restore.local_files import sets_in
 
 from swansong_tools.commands.common import (
+    add_flag,
     add_json,
     add_quiet,
     add_run,
@@ -63,11 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rate", type=_rate, metavar="RATE", help="limit of the bytes per second, such as 50MB/s"
     )
-    parser.add_argument(
-        "--repair",
-        action="store_true",
-        help="replace damaged and missing objects by intact copies",
-    )
+    add_flag(parser, "--repair", "replace damaged and missing objects by intact copies")
     add_quiet(parser)
     add_json(parser)
 

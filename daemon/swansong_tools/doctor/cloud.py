@@ -10,10 +10,10 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from swansong_bucket.util.http1 import http_date
 from swansongd.sources import aws, azure, gcp
 from swansongd.sources.metadata import (
     DEFAULT_URL,
@@ -22,7 +22,6 @@ from swansongd.sources.metadata import (
     MetadataClient,
     MetadataResponse,
     MetadataUnavailable,
-    fallback_url,
     retry_timeouts,
     shortened,
 )
@@ -239,7 +238,7 @@ def _request(vm: Installation, path: str) -> MetadataResponse:
         url,
         timeout_s=TIMEOUT_S,
         timeout_max_s=TIMEOUT_MAX_S,
-        fallback_url=fallback_url(url, vm.cloud),
+        cloud=vm.cloud,
     ) as client:
         if vm.cloud == "gcp":
             return retry_timeouts(lambda: gcp.get(client, _GCP + path))
@@ -302,10 +301,10 @@ def skew_s(date: str, asked_wall_s: float, answered_wall_s: float) -> float | No
 
     Date has a resolution of one second, and the answer has a latency.  A difference within both is zero.
     """
-    try:
-        date_s = parsedate_to_datetime(date).timestamp()
-    except (ValueError, OverflowError):
+    stated = http_date(date)
+    if stated is None:
         return None
+    date_s = stated.timestamp()
     if asked_wall_s > date_s + 1:
         return asked_wall_s - date_s - 1
     return min(answered_wall_s - date_s, 0.0)

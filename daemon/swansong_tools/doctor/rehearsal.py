@@ -72,9 +72,7 @@ class RetryingBriefly(Retrying):
     """
 
     def __init__(self, store: ObjectStore) -> None:
-        super().__init__(
-            store, give_up_mono_s=lambda: None, budget_s=_BUDGET_S, stop=threading.Event()
-        )
+        super().__init__(store, budget_s=_BUDGET_S, stop=threading.Event())
         self.failure: StoreError | None = None
 
     def _try(self, call: str, attempt: Callable[[], T]) -> T:

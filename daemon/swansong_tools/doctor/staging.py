@@ -159,18 +159,14 @@ def newest(run: Path) -> Room:
     Trainers write to the directory, and this process may be root's.  So the walk uses descriptors, follows no
     link, and is bounded.
     """
-    with suppress(OSError):
-        run_fd = openat.open_directory(run)
-        try:
-            with os.scandir(run_fd) as entries:
-                times = {
-                    entry.name: entry.stat(follow_symlinks=False).st_mtime_ns
-                    for entry in islice(entries, _ENTRIES_MAX)
-                    if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
-                }
-            return _size(max(times, key=times.__getitem__), run_fd) if times else Room(0, 0)
-        finally:
-            os.close(run_fd)
+    with suppress(OSError), openat.held(openat.open_directory(run)) as run_fd:
+        with os.scandir(run_fd) as entries:
+            times = {
+                entry.name: entry.stat(follow_symlinks=False).st_mtime_ns
+                for entry in islice(entries, _ENTRIES_MAX)
+                if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
+            }
+        return _size(max(times, key=times.__getitem__), run_fd) if times else Room(0, 0)
     return Room(0, 0)
 
 
@@ -255,8 +251,9 @@ def speed(vm: Installation) -> Judgement:
         return skipped(f"not measured: less than {2 * _SPEED_BYTES / 1e6:.0f} MB are free")
     name = path / f".swansong-doctor-{secrets.token_hex(4)}"
     block = os.urandom(_BLOCK_BYTES)  # random, because compression would inflate the speed
-    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
+    with openat.held(
+        os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    ) as fd:
         os.unlink(name)  # the kernel frees the file with its descriptor, even after a crash
         begun_mono_s = time.monotonic()
         for _ in range(_SPEED_BYTES // _BLOCK_BYTES):
@@ -269,8 +266,6 @@ def speed(vm: Installation) -> Judgement:
         while os.readv(fd, [buffer]):
             pass
         read_mono_s = time.monotonic()
-    finally:
-        os.close(fd)
     return ok(
         f"writes {_rate(written_mono_s - begun_mono_s)}, reads {_rate(read_mono_s - written_mono_s)} "
         f"({_SPEED_BYTES / 1e6:.0f} MB, synced)"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from swansong_bucket.errors import Forbidden, NotFound, StoreError
+from swansong_bucket.errors import Forbidden, NotFound, StoreError, Transient
 from swansong_bucket.stores.azure import auth
 from swansong_bucket.stores.base import (
     account_container_and_prefix,
@@ -101,7 +101,7 @@ def of_refusal(config: Config, path: Path, error: StoreError, operator_file: str
         )
     if isinstance(error, Unsupported):
         return f"# {address(config)} lacks a request that Swansong needs: set store.url to another store"
-    if error.retryable:
+    if isinstance(error, Transient):
         return request_by_hand(config)
     is_unknown_to_google = is_own and not _is_s3(config) and not isinstance(error, Forbidden)
     if error.hint == CREDENTIALS_HINT or is_unknown_to_google:
@@ -130,7 +130,7 @@ def _of_azure(config: Config, error: StoreError) -> str:
             create = f"az storage container create --account-name {account} --name {container}"
             return f"{create} --auth-mode login"
         return f"# at {address(config)}, create the container {container}, or change store.url"
-    if error.retryable:
+    if isinstance(error, Transient):
         return request_by_hand(config)
     if error.hint == auth.CREDENTIALS_HINT:
         return of_credentials(config, "")

@@ -8,22 +8,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from swansong_bucket.errors import CorruptError, NotFound, StoreError, TooLarge, Transient
+from swansong_bucket.errors import StoreError
 from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.stores.wrappers.retry import Retrying
 
 T = TypeVar("T")
 
 OPERATIONS = ("get", "head", "list")
-_KINDS: dict[type[Exception], str] = {
-    Transient: "transient",
-    NotFound: "not_found",
-    TooLarge: "too_large",
-    StoreError: "refused",
-    CorruptError: "corrupt",
-    Exception: "unexpected",
-}
-"""Kind of each error, as in ``swansong_exporter_errors_total``; the first class that fits."""
+_KINDS = ("transient", "not_found", "too_large", "refused", "corrupt", "unexpected")
+"""Kinds of errors in ``swansong_exporter_errors_total``."""
 _CALL_BUDGET_S = 10.0
 """Time in which one failed request is retried; the next reading follows soon."""
 
@@ -70,7 +63,7 @@ class ReadHealth:
         self.url = url
         self._lock = threading.Lock()
         self._requests = dict.fromkeys(OPERATIONS, 0)
-        self._errors = dict.fromkeys(_KINDS.values(), 0)
+        self._errors = dict.fromkeys(_KINDS, 0)
         self._readings: dict[str, StoreReading] = {}
         """By the URL of the store whose reader has read this one."""
         self._read_wall_s: float | None = None
@@ -81,9 +74,9 @@ class ReadHealth:
             self._requests[operation] += 1
 
     def failed(self, error: Exception) -> None:
-        kind = next(kind for known, kind in _KINDS.items() if isinstance(error, known))
+        kind = getattr(error, "kind", "unexpected")
         with self._lock:
-            self._errors[kind] += 1
+            self._errors[kind] = self._errors.get(kind, 0) + 1
 
     def read(self, reading: StoreReading, *, by: str, now_wall_s: float) -> None:
         """Record the end of a reading by the reader of the store with the URL ``by``."""
@@ -121,7 +114,6 @@ class ReadOnly(Retrying):
     def __init__(self, store: ObjectStore, health: ReadHealth, stop: threading.Event) -> None:
         super().__init__(
             store,
-            give_up_mono_s=lambda: None,
             budget_s=_CALL_BUDGET_S,
             stop=stop,
             attempted=self._attempted_one,

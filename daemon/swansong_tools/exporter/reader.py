@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 from swansong_bucket.config.values import InvalidValue, run_name
-from swansong_bucket.errors import Stopped, StoreError, SwansongError
+from swansong_bucket.errors import Stopped, StoreError, SwansongError, Transient
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.stores.base import ObjectStore, all_pages
 from swansong_bucket.util.threads import parallel
@@ -202,7 +202,7 @@ class StoreReader:
             raise
         except StoreError as error:  # the attempts were counted
             _log.warning("run_not_read", store=self.url, run=name, reason=error.line())
-            if error.retryable:
+            if isinstance(error, Transient):
                 counts.failures += 1
             else:
                 self._give_up(name)

@@ -5,21 +5,20 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from swansong import bounds, openat
 from swansong.bounds import BoundsError
 from swansong_bucket.model import Start
 from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.stores.file.store import FileStore
+from swansong_bucket.util.forms import ID, Form, Kind, several, text, whole
 
 STARTS_MAX = 64
 _FILE_NAME = "claim.json"
 _BYTES_MAX = 64 * 2**10
-_KEYS_MAX = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +34,13 @@ class RecordedStart:
     process_ns: int = 0
     """See :class:`~swansong_bucket.model.Start`, as for the next one."""
     began_ticks: int = 0
+
+
+def _start_id(value: object, name: str) -> str:
+    found = bounds.identifier(value, name)
+    if not found:
+        raise BoundsError("a start has no id")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +63,9 @@ class ClaimRecord:
         Raises:
             OSError: the file could not be written; the earlier record remains.
         """
-        body = {
-            "run": self.run,
-            "store_url": self.store_url,
-            "store_id": self.store_id,
-            "starts": [asdict(each) for each in self.starts],
-        }
-        own_fd = openat.open_directory(own_directory, owners={os.geteuid()})
-        try:
-            openat.replace_file(_FILE_NAME, json.dumps(body).encode(), dir_fd=own_fd)
-        finally:
-            os.close(own_fd)
+        data = json.dumps(_RECORD.write(self)).encode()
+        with openat.held(openat.open_directory(own_directory, owners={os.geteuid()})) as own_fd:
+            openat.replace_file(_FILE_NAME, data, dir_fd=own_fd)
 
     @classmethod
     def load(cls, own_directory: Path, *, is_of_any: bool = False) -> ClaimRecord | None:
@@ -78,22 +76,12 @@ class ClaimRecord:
         """
         owners = None if is_of_any else {os.geteuid()}
         try:
-            own_fd = openat.open_directory(own_directory, owners=owners)
-            try:
+            with openat.held(openat.open_directory(own_directory, owners=owners)) as own_fd:
                 data = openat.read_file(
                     _FILE_NAME, dir_fd=own_fd, max_bytes=_BYTES_MAX, owners=owners
                 )
-            finally:
-                os.close(own_fd)
-            body = bounds.json_object(data, "the claim record", _BYTES_MAX)
-            return cls(
-                run=bounds.text(body.get("run"), "run", bounds.ID_CHARS_MAX),
-                store_url=bounds.text(body.get("store_url"), "store_url"),
-                starts=tuple(
-                    _start(each) for each in bounds.items(body.get("starts"), "starts", STARTS_MAX)
-                ),
-                store_id=bounds.identifier(body.get("store_id", ""), "store_id"),
-            )
+            body = bounds.json_object(data, _FILE_NAME, _BYTES_MAX)
+            return _RECORD.read(body, _FILE_NAME)
         except (OSError, BoundsError):
             return None
 
@@ -130,23 +118,22 @@ class ClaimRecord:
         )
 
 
-def _start(value: Any) -> RecordedStart:
-    facts = bounds.mapping(value, "a start", _KEYS_MAX)
-    start_id = bounds.identifier(facts.get("id"), "id of a start")
-    if not start_id:
-        raise BoundsError("a start has no id")
-    return RecordedStart(
-        id=start_id,
-        boot_id=bounds.text(facts.get("boot_id"), "boot_id of a start", bounds.ID_CHARS_MAX),
-        generation=bounds.integer(
-            facts.get("generation"), "generation of a start", 0, bounds.GENERATION_MAX
-        ),
-        nodes=bounds.integer(facts.get("nodes"), "nodes of a start", 1, bounds.NODES_MAX),
-        process_ns=bounds.integer(facts.get("process_ns"), "process_ns of a start", 0, 2**63 - 1),
-        began_ticks=bounds.integer(
-            facts.get("began_ticks"), "began_ticks of a start", 0, 2**63 - 1
-        ),
-    )
+_START = Form(
+    RecordedStart,
+    id=Kind(_start_id),
+    boot_id=text(bounds.ID_CHARS_MAX),
+    generation=whole(0, bounds.GENERATION_MAX),
+    nodes=whole(1, bounds.NODES_MAX),
+    process_ns=whole(0, 2**63 - 1),
+    began_ticks=whole(0, 2**63 - 1),
+)
+_RECORD = Form(
+    ClaimRecord,
+    run=text(bounds.ID_CHARS_MAX),
+    store_url=text(),
+    store_id=ID,
+    starts=several(_START.kind, STARTS_MAX),
+)
 
 
 def read_record(

@@ -229,11 +229,8 @@ class KnownChunks:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
-        own_fd = openat.open_directory(self._directory, owners={os.geteuid()})
-        try:
+        with openat.held(openat.open_directory(self._directory, owners={os.geteuid()})) as own_fd:
             yield own_fd
-        finally:
-            os.close(own_fd)
 
     def _read(self) -> list[Chunk]:
         try:

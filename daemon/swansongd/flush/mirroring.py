@@ -320,6 +320,4 @@ class Mirroring:
             _log.info("mirror_recovered", url=self.store.url)
 
     def _retrying(self, store: ObjectStore) -> Retrying:
-        return Retrying(
-            store, give_up_mono_s=lambda: None, budget_s=self._budget_s, stop=self._stop
-        )
+        return Retrying(store, budget_s=self._budget_s, stop=self._stop)

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from blake3 import blake3
+from swansong.openat import held
 from swansong_bucket.errors import StagingError, Transient
 from swansong_bucket.model import StagedFile
 from swansong_bucket.stores.base import WINDOW_BYTES
@@ -115,13 +116,10 @@ def opened(directory: scan.SetDirectory, file: StagedFile) -> Iterator[int]:
         StagingError: the file differs from what the scan saw, at the beginning or at the end.
         Transient: no file descriptor or no memory is left; the file may be good.
     """
-    fd = within_means(lambda: directory.open(file))
-    try:
+    with held(within_means(lambda: directory.open(file))) as fd:
         yield fd
         if not scan.unchanged(fd, file):
             raise StagingError(f"{file.path} changed while it was read")
-    finally:
-        os.close(fd)
 
 
 def within_means(opening: Callable[[], T]) -> T:

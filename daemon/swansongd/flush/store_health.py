@@ -12,15 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from swansong_bucket.errors import (
-    Changed,
-    Exists,
-    Locked,
-    NotFound,
-    StoreError,
-    TooLarge,
-    Transient,
-)
+from swansong_bucket.errors import StoreError, Transient
 
 from swansongd.core.events import Event
 from swansongd.observe.health import HealthTracker
@@ -29,16 +21,7 @@ from swansongd.observe.status import STORE_HEALTH
 FAILING_AFTER_S = 2.0
 """Shorter failures are normal: the store throttles requests, or has closed an idle connection."""
 _BLIND_AFTER_S = 60.0
-_KINDS: dict[type[StoreError], str] = {
-    Transient: "transient",
-    NotFound: "not_found",
-    TooLarge: "too_large",
-    Exists: "exists",
-    Changed: "changed",
-    Locked: "locked",
-    StoreError: "refused",
-}
-"""Kind of each error, for the metrics; the first class that fits."""
+_KINDS = ("transient", "not_found", "too_large", "exists", "changed", "locked", "refused")
 
 
 class StoreHealth:
@@ -64,7 +47,7 @@ class StoreHealth:
         self._failing_since_mono_s: float | None = None
         self._succeeded_mono_s = -math.inf
         self._attempt_reason = ""
-        self._errors = dict.fromkeys(_KINDS.values(), 0)
+        self._errors = dict.fromkeys(_KINDS, 0)
 
     @property
     def errors(self) -> dict[str, int]:
@@ -95,7 +78,7 @@ class StoreHealth:
             if error is None:
                 self._has_succeeded()
                 return
-            self._count(error)
+            self._errors[error.kind] += 1
             if not isinstance(
                 error, Transient
             ):  # the store answered; the operation reports the refusal
@@ -114,14 +97,10 @@ class StoreHealth:
             self.attempted(began_mono_s, error)
         elif error is not None:
             with self._lock:
-                self._count(error)
+                self._errors[error.kind] += 1
             self.failed("warm", error.line())
         else:
             self.ok("warm")
-
-    def _count(self, error: StoreError) -> None:
-        kind = next(kind for known, kind in _KINDS.items() if isinstance(error, known))
-        self._errors[kind] += 1
 
     def _has_succeeded(self) -> None:
         self._succeeded_mono_s = self._monotonic()

@@ -23,12 +23,22 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from swansong import bounds
 from swansong_bucket.model import DeadlineQuality, GpuRecord, Notice, Position, Severity
+from swansong_bucket.util.forms import (
+    FLAG,
+    ID,
+    Form,
+    one_of,
+    optional,
+    seconds,
+    several,
+    text,
+    whole,
+)
 
 from swansongd.core.notices import REPEATS_MAX
 from swansongd.host import gpu_record
@@ -42,7 +52,32 @@ GPUS = "gpus"
 _FIRST_FD = 3
 _NOTICES_MAX_BYTES = 2**16
 _NOTICES_MAX = 64
-_FACTS_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """The supervisor keeps these notices for the daemon across a restart."""
+
+    notices: tuple[Notice, ...]
+
+
+_POSITION = Form(Position, start_id=ID, step=whole(-1, bounds.STEP_MAX))
+_NOTICE = Form(
+    Notice,
+    source=text(),
+    kind=text(),
+    identity=text(),
+    severity=one_of(Severity),
+    deadline_mono_s=seconds(),
+    deadline_quality=one_of(DeadlineQuality),
+    detail=text(),
+    later_mono_s=optional(seconds()),
+    is_overdue=FLAG,
+    evacuation_id=ID,
+    safe_at=optional(_POSITION.kind),
+    repeats=several(text(), REPEATS_MAX),
+)
+_STORED = Form(_Stored, notices=several(_NOTICE.kind, _NOTICES_MAX))
 
 
 class FdStore:
@@ -65,15 +100,14 @@ class FdStore:
     ) -> None:
         self._notifier = notifier
         self._fds = _inherited(environment)
-        self._notices = StoredDocument[tuple[Notice, ...]](
+        self._notices = StoredDocument(
             NOTICES,
             self._fds.pop(NOTICES, None),
             notifier,
             boot_id=boot_id,
             max_bytes=_NOTICES_MAX_BYTES,
-            facts_of=_facts_of_notices,
-            parse=_parse_notices,
-            nothing=(),
+            form=_STORED,
+            nothing=_Stored(()),
         )
         self._gpus = StoredDocument(
             GPUS,
@@ -81,8 +115,7 @@ class FdStore:
             notifier,
             boot_id=boot_id,
             max_bytes=gpu_record.BYTES_MAX,
-            facts_of=gpu_record.facts_of,
-            parse=gpu_record.parse,
+            form=gpu_record.RECORD,
         )
         if LOCK in self._fds:
             # First of all: if this start fails later, the lock is released with the process.
@@ -114,7 +147,8 @@ class FdStore:
 
     def notices(self, now_mono_s: float) -> list[Notice]:
         """The notices that were in force and whose deadlines have not passed since."""
-        return [n for n in self._notices.read() or () if n.deadline_mono_s > now_mono_s]
+        found = self._notices.read()
+        return [n for n in (found.notices if found else ()) if n.deadline_mono_s > now_mono_s]
 
     def gpus(self) -> GpuRecord | None:
         """The record of the GPUs; None without one."""
@@ -133,7 +167,7 @@ class FdStore:
 
     def store_notices(self, notices: Iterable[Notice]) -> None:
         """Replace the stored notices."""
-        self._notices.write(tuple(notices))
+        self._notices.write(_Stored(tuple(notices)))
 
     def store_gpus(self, record: GpuRecord | None) -> None:
         """Replace the stored record of the GPUs.  Without one, the stored one stays."""
@@ -166,46 +200,3 @@ def _inherited(environment: Mapping[str, str]) -> dict[str, int]:
             os.close(found[name])
         found[name] = fd
     return found
-
-
-def _facts_of_notices(notices: tuple[Notice, ...]) -> Mapping[str, Any]:
-    return {NOTICES: [asdict(item) for item in notices]}
-
-
-def _parse_notices(facts: Mapping[str, Any]) -> tuple[Notice, ...]:
-    return tuple(_notice(f) for f in bounds.items(facts[NOTICES], NOTICES, _NOTICES_MAX))
-
-
-def _notice(value: Any) -> Notice:
-    facts = bounds.mapping(value, "a notice", _FACTS_MAX)
-    return Notice(
-        source=bounds.text(facts["source"], "source"),
-        kind=bounds.text(facts["kind"], "kind"),
-        identity=bounds.text(facts["identity"], "identity"),
-        severity=Severity(facts["severity"]),
-        deadline_mono_s=_instant(facts["deadline_mono_s"], "deadline_mono_s"),
-        deadline_quality=DeadlineQuality(facts["deadline_quality"]),
-        detail=bounds.text(facts["detail"], "detail"),
-        later_mono_s=None
-        if facts["later_mono_s"] is None
-        else _instant(facts["later_mono_s"], "later_mono_s"),
-        is_overdue=bounds.boolean(facts["is_overdue"], "is_overdue"),
-        evacuation_id=bounds.identifier(facts["evacuation_id"], "evacuation_id"),
-        safe_at=None if facts["safe_at"] is None else _position(facts["safe_at"]),
-        repeats=tuple(
-            bounds.text(identity, "a repeat")
-            for identity in bounds.items(facts["repeats"], "repeats", REPEATS_MAX)
-        ),
-    )
-
-
-def _position(value: Any) -> Position:
-    facts = bounds.mapping(value, "safe_at", _FACTS_MAX)
-    return Position(
-        bounds.identifier(facts["start_id"], "start_id"),
-        bounds.integer(facts["step"], "step", -1, bounds.STEP_MAX),
-    )
-
-
-def _instant(value: Any, field: str) -> float:
-    return bounds.number(value, field, -bounds.SECONDS_MAX, bounds.SECONDS_MAX)

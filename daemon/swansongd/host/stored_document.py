@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import structlog
 from swansong import bounds, openat
+from swansong_bucket.util.forms import Form
 
 from swansongd.host.sdnotify import SystemdNotifier
 
@@ -36,8 +36,7 @@ class StoredDocument(Generic[V]):
         notifier: the connection to systemd.
         boot_id: of this boot; a value of another boot is not read.
         max_bytes: of the value as JSON.
-        facts_of: the value as a JSON object.
-        parse: the inverse; raises ValueError or KeyError.
+        form: of the value.
         nothing: the value that need not be written first.
     """
 
@@ -49,8 +48,7 @@ class StoredDocument(Generic[V]):
         *,
         boot_id: str,
         max_bytes: int,
-        facts_of: Callable[[V], Mapping[str, Any]],
-        parse: Callable[[Mapping[str, Any]], V],
+        form: Form[V],
         nothing: V | None = None,
     ) -> None:
         self._name = name
@@ -58,8 +56,7 @@ class StoredDocument(Generic[V]):
         self._notifier = notifier
         self._boot_id = boot_id
         self._max_bytes = max_bytes
-        self._facts_of = facts_of
-        self._parse = parse
+        self._form = form
         self._serial = 0
         """Number of the newest slot; 0: none is valid."""
         self._written = nothing
@@ -75,11 +72,12 @@ class StoredDocument(Generic[V]):
             if not data:
                 return None
             found = bounds.json_object(data, self._name, self._max_bytes)
-            return self._parse(found) if found["boot_id"] == self._boot_id else None
+            is_of_boot = found.get("boot_id") == self._boot_id
+            return self._form.read(found, self._name) if is_of_boot else None
         except FileNotFoundError:
             return None
         # BoundsError is a ValueError.
-        except (OSError, ValueError, KeyError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             _log.warning("stored_state_ignored", what=self._name, reason=f"{error!r:.200}")
             return None
 
@@ -92,7 +90,7 @@ class StoredDocument(Generic[V]):
             return
         self._written = None
         try:
-            self._put(json.dumps({"boot_id": self._boot_id, **self._facts_of(value)}).encode())
+            self._put(json.dumps({"boot_id": self._boot_id, **self._form.write(value)}).encode())
         except OSError as error:
             if not self._has_failed:
                 _log.warning("state_not_stored", what=self._name, reason=f"{error!r:.200}")

@@ -71,11 +71,8 @@ def read(file: str, environment: Mapping[str, str] = os.environ) -> str:
     """
     path, is_private = _path(file, environment)
     try:
-        directory_fd = openat.open_directory(os.path.realpath(path.parent))
-        try:
+        with openat.held(openat.open_directory(os.path.realpath(path.parent))) as directory_fd:
             fd = openat.open_file(path.name, dir_fd=directory_fd, owners={0, os.geteuid()})
-        finally:
-            os.close(directory_fd)
         with os.fdopen(fd, "rb") as opened:
             mode = stat.S_IMODE(os.fstat(fd).st_mode)
             data = opened.read(_BYTES_MAX + 1)

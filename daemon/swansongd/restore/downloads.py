@@ -126,13 +126,10 @@ class Downloads:
             # A new download must wait: it would reuse the chunks that are deleted here.
             self._running = Download(wish=Wish(ref=None), is_asked=True, is_cancelled=True)
         try:
-            parent_fd = _opened_restored(self._run)
-            try:
+            with openat.held(_opened_restored(self._run)) as parent_fd:
                 # Whole directories of an earlier life of the daemon stay: a trainer may still read one.
                 unfinished = [each for each in os.listdir(parent_fd) if each.startswith(".")]
                 _remove(unfinished if name is None else [*unfinished, name], parent_fd)
-            finally:
-                os.close(parent_fd)
         finally:
             self._end(None)
 
@@ -178,12 +175,9 @@ class Downloads:
 
     def _remove_others(self, download: Download) -> None:
         """Delete the downloads for earlier trainers on this VM: a trainer has its answer."""
-        parent_fd = _opened_restored(self._run)
-        try:
+        with openat.held(_opened_restored(self._run)) as parent_fd:
             names = [name for name in os.listdir(parent_fd) if name != download.name]
             _remove(names, parent_fd)
-        finally:
-            os.close(parent_fd)
 
     def _await_link(self, download: Download) -> None:
         """Block while an evacuation needs the link; raises Stopped if the download is cancelled."""
@@ -223,9 +217,7 @@ class Downloads:
         budget_s = BUDGET_S if download.is_asked else PREFETCH_BUDGET_S
 
         def retrying(store: ObjectStore) -> Retrying:
-            return Retrying(
-                store, give_up_mono_s=lambda: None, budget_s=budget_s, stop=download.halt
-            )
+            return Retrying(store, budget_s=budget_s, stop=download.halt)
 
         options = ReadOptions(
             progress=self._progress(download),

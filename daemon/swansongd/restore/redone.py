@@ -62,17 +62,11 @@ class RedoneAnswers:
     def _of_farewells(self, generation: int) -> Digests:
         if self._read is not None and self._read[0] == generation:
             return self._read[1]
-        store = Retrying(
-            self._context.store,
-            give_up_mono_s=lambda: None,
-            budget_s=BUDGET_S,
-            stop=self._context.stop,
-        )
+        context = self._context
+        store = Retrying(context.store, budget_s=BUDGET_S, stop=context.stop)
         found: dict[int, tuple[str, ...]] = {}
         try:
-            said = catalog.farewells_of(
-                store, self._context.keys, generation, self._context.stop.is_set
-            )
+            said = catalog.farewells_of(store, context.keys, generation, context.stop.is_set)
         except SwansongError as error:
             _log.info("redone_steps_unknown", generation=generation, reason=error.line())
             return found

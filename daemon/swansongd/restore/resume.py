@@ -376,9 +376,7 @@ class Resume:
         return None
 
     def _store(self) -> ObjectStore:
-        return Retrying(
-            self._context.store, give_up_mono_s=lambda: None, budget_s=BUDGET_S, stop=self._stop
-        )
+        return Retrying(self._context.store, budget_s=BUDGET_S, stop=self._stop)
 
     def _in_staging(self, own: Staged, state: State) -> Restored:
         return Restored(

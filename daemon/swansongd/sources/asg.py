@@ -22,7 +22,6 @@ from swansongd.sources.metadata import (
     Backoff,
     MetadataClient,
     MetadataUnavailable,
-    fallback_url,
     shortened,
 )
 
@@ -209,10 +208,7 @@ class LifecycleHook:
         )
 
     def _identity(self) -> tuple[str, str]:
-        fallback = fallback_url(self._metadata_url, "aws")
-        with MetadataClient(
-            self._metadata_url, timeout_s=self._timeout_s, fallback_url=fallback
-        ) as client:
+        with MetadataClient(self._metadata_url, timeout_s=self._timeout_s, cloud="aws") as client:
             answer = Imds(client, monotonic=self._monotonic).read(IDENTITY_PATH)
         return parse_identity(answer.body)
 

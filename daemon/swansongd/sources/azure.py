@@ -19,6 +19,7 @@ import structlog
 from swansong import bounds
 from swansong.bounds import BoundsError
 from swansong_bucket.model import DeadlineQuality, Notice, Severity
+from swansong_bucket.util.forms import Form, Kind, Named, or_else, several, text
 
 from swansongd.sources.metadata import (
     MAX_BODY_BYTES,
@@ -72,6 +73,10 @@ class AzureEvent:
         return not self.resources or name.lower() in map(str.lower, self.resources)
 
 
+def _is_started(value: object, name: str) -> bool:
+    return bounds.text(value, name) == "Started"
+
+
 def parse_events(body: bytes) -> list[AzureEvent]:
     """The events of a document.
 
@@ -81,26 +86,20 @@ def parse_events(body: bytes) -> list[AzureEvent]:
     try:
         document = bounds.json_object(body, "the document of events", MAX_BODY_BYTES)
         events = bounds.items(document.get("Events"), "Events", _EVENTS_MAX)
-        return [_event(each) for each in events]
+        return [_EVENT.read(each, "an event") for each in events]
     except BoundsError as error:
         raise MetadataUnavailable(shortened(str(error))) from None
 
 
-def _event(value: object) -> AzureEvent:
-    fields = bounds.mapping(value, "an event", 50)
-
-    def text(name: str, default: str | None = None) -> str:
-        return bounds.text(fields.get(name, default), name)
-
-    named = bounds.items(fields.get("Resources", []), "Resources", _RESOURCES_MAX)
-    return AzureEvent(
-        id=text("EventId"),
-        type=text("EventType"),
-        resources=tuple(bounds.text(each, "a resource") for each in named),
-        is_started=text("EventStatus", "Scheduled") == "Started",
-        not_before=text("NotBefore", ""),
-        description=text("Description", ""),
-    )
+_EVENT = Form(
+    AzureEvent,
+    EventId=Named("id", text()),
+    EventType=Named("type", text()),
+    Resources=Named("resources", or_else(several(text(), _RESOURCES_MAX), ())),
+    EventStatus=Named("is_started", or_else(Kind(_is_started), False)),
+    NotBefore=Named("not_before", or_else(text(), "")),
+    Description=Named("description", or_else(text(), "")),
+)
 
 
 class AzureSource(PolledSource):

@@ -17,17 +17,18 @@ none of the daemon's rights.
 
 from __future__ import annotations
 
-import json
 import socket
-import struct
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+from swansong import bounds
+from swansong.bounds import BoundsError
 from swansong_bucket.config.values import InvalidValue, utc_instant
 from swansong_bucket.errors import SwansongError
 from swansong_bucket.model import DeadlineQuality, Notice, Severity
+from swansong_bucket.util.forms import FLAG, Form, Kind, Named, optional, or_else, text
 
 from swansongd.core.events import NoticeRaised, NoticeWithdrawn
 from swansongd.observe.health import HealthTracker
@@ -49,11 +50,6 @@ _BLIND_AFTER_S = 10.0
 _ID_CHARACTERS_MAX = 100
 _SECONDS_MAX = 366 * 86400.0
 FIELDS = ("id", "deadline", "in_s", "reason", "withdrawn", "error")
-_CREDENTIALS = struct.Struct("3i")
-
-
-class InvalidLine(Exception):
-    """``str()`` names the field, and what is wrong with its value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,63 +65,38 @@ class Line:
     error: str = ""
 
 
+_LINE = Form(
+    Line,
+    id=or_else(text(_ID_CHARACTERS_MAX), ""),
+    in_s=Named("left_s", optional(Kind(partial(bounds.number, low=0.0, high=_SECONDS_MAX)))),
+    reason=or_else(text(), ""),
+    withdrawn=or_else(FLAG, False),
+    error=or_else(text(), ""),
+)
+
+
 def parse(data: bytes, *, now_wall_s: float) -> Line:
     """Read a line.
 
     Raises:
-        InvalidLine: it is not a JSON object of the fields above.
+        BoundsError: it is not a JSON object of the fields above.
     """
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError):
-        raise InvalidLine("the line is not JSON") from None
-    if not isinstance(body, dict):
-        raise InvalidLine("the line is not a JSON object")
+    body = bounds.json_object(data, "the line", LINE_BYTES_MAX)
     if unknown := sorted(body.keys() - set(FIELDS)):
-        raise InvalidLine(f"unknown field {shortened(unknown[0], 40)}; known: {', '.join(FIELDS)}")
-    found = Line(
-        id=_text(body, "id", _ID_CHARACTERS_MAX),
-        left_s=_left_s(body, now_wall_s),
-        reason=_text(body, "reason", LINE_BYTES_MAX),
-        withdrawn=_flag(body, "withdrawn"),
-        error=_text(body, "error", LINE_BYTES_MAX),
-    )
+        raise BoundsError(f"unknown field {shortened(unknown[0], 40)}; known: {', '.join(FIELDS)}")
+    found = _LINE.read(body, "the line")
     if not found.id and body.keys() - {"error"}:
-        raise InvalidLine("id: is missing")
+        raise BoundsError("id: is missing")
     if found.error and body.keys() - {"error"}:
-        raise InvalidLine("error: stands alone in its line")
-    return found
-
-
-def _text(body: dict[str, Any], field: str, characters_max: int) -> str:
-    value = body.get(field, "")
-    if not isinstance(value, str) or len(value) > characters_max:
-        raise InvalidLine(f"{field}: give a text of at most {characters_max} characters")
-    return value
-
-
-def _flag(body: dict[str, Any], field: str) -> bool:
-    value = body.get(field, False)
-    if not isinstance(value, bool):
-        raise InvalidLine(f"{field}: give true or false")
-    return value
-
-
-def _left_s(body: dict[str, Any], now_wall_s: float) -> float | None:
-    if "deadline" in body and "in_s" in body:
-        raise InvalidLine("in_s: give it or deadline, not both")
-    if "deadline" in body:
-        try:
-            return utc_instant(body["deadline"]).timestamp() - now_wall_s
-        except (InvalidValue, OverflowError) as error:
-            raise InvalidLine(f"deadline: {error}") from None
-    value = body.get("in_s")
-    if value is None:
-        return None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= _SECONDS_MAX:
-        raise InvalidLine(f"in_s: give a number of seconds, at most {_SECONDS_MAX:.0f}")
-    return float(value)
+        raise BoundsError("error: stands alone in its line")
+    if "deadline" not in body:
+        return found
+    if found.left_s is not None:
+        raise BoundsError("in_s: give it or deadline, not both")
+    try:
+        return replace(found, left_s=utc_instant(body["deadline"]).timestamp() - now_wall_s)
+    except (InvalidValue, OverflowError) as error:
+        raise BoundsError(f"deadline: {error}") from None
 
 
 class CommandSource:
@@ -187,7 +158,7 @@ class CommandSource:
     ) -> None:
         """Read lines until the program ends."""
         buffer, problem = b"", ""
-        who = f"the program of process {_peer_pid(connection)}"
+        who = f"the program of process {unix.peer_credentials(connection)[0]}"
         while not stop.is_set():
             if problem:
                 health.failed(f"{who}: {problem}")
@@ -215,7 +186,7 @@ class CommandSource:
             return f"a line has over {LINE_BYTES_MAX} bytes"
         try:
             line = parse(data, now_wall_s=self._clocks.wall())
-        except InvalidLine as error:
+        except BoundsError as error:
             return str(error)
         if not line.id:
             return shortened(line.error)
@@ -254,9 +225,3 @@ class CommandSource:
         elif must_post(self._posted, earliest, self._clocks.monotonic()):
             self._posted = earliest
             post(NoticeRaised(earliest))
-
-
-def _peer_pid(connection: socket.socket) -> int:
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid: int = _CREDENTIALS.unpack(data)[0]
-    return pid

@@ -8,31 +8,26 @@ such a request; otherwise it would miss a change that has already happened.
 
 from __future__ import annotations
 
-import random
 import re
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from swansong_bucket.model import DeadlineQuality, Notice, Severity
 
-from swansongd.core.events import NoticeRaised, NoticeWithdrawn
-from swansongd.observe.health import HealthTracker
-from swansongd.sources.base import Clocks, Post, must_post
+from swansongd.core.events import NoticeRaised
+from swansongd.sources.base import Post
 from swansongd.sources.metadata import (
-    DEFAULT_URL,
     Backoff,
     MetadataClient,
     MetadataResponse,
     MetadataUnavailable,
-    fallback_url,
     shortened,
-    watch,
 )
+from swansongd.sources.polled import ClockReading, PolledSource, Poller, PollOptions, PollResult
 
-BOOT_ID_PATH = "/proc/sys/kernel/random/boot_id"
 LONG_NOTICE_S = 120.0
 """The optional preemption notice of a Spot VM; without that option there is no notice at all."""
 LEARN_AFTER_S = 15.0
@@ -41,7 +36,6 @@ button is pressed at the same moment."""
 MARGIN_S = 5.0
 """Subtracted from the long notice: the shutdown that follows it may come slightly early."""
 
-_RECHECK_S = 60.0
 _NO_ETAG = "0"
 _ETAG = re.compile(r"[!-~]{1,128}")
 """Checked because it becomes part of the next request."""
@@ -124,23 +118,11 @@ def get(
     return answer
 
 
-def read_boot_id(path: str = BOOT_ID_PATH) -> str:
-    """The kernel's id of this boot; ``unknown`` if it cannot be read."""
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return file.read().strip() or "unknown"
-    except OSError:
-        return "unknown"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GcpOptions:
+class GcpOptions(PollOptions):
     """Options of all sources of GCP."""
 
-    metadata_url: str = DEFAULT_URL
-    grace_s: float
-    """Grace period of a notice that states no time."""
-    boot_id: str = field(default_factory=read_boot_id)
+    boot_id: str
     """Part of the identity of each notice."""
     hang_s: int = 10
     """Seconds for which the server may hold a request."""
@@ -150,70 +132,60 @@ class GcpOptions:
     retry_cap_s: float = 2.0
     """The longest delay before a retry."""
     blind_after_s: float = 30.0
-    """Time without a valid response after which the source is blind."""
-    clocks: Clocks = field(default_factory=Clocks)
-    uniform: Callable[[float, float], float] = random.uniform
-    """Random source of the jitter."""
+
+    @property
+    def timeout_max_s(self) -> float:
+        """For a slow server: the time that it holds the request, and more time for the exchange."""
+        return self.timeout_s + 4 * max(0.0, self.timeout_s - self.hang_s)
+
+    def backoff(self) -> Backoff:
+        return Backoff(min(0.2, self.retry_cap_s), self.retry_cap_s, self.uniform)
 
 
-class GcpSource(ABC):
+class GcpSource(PolledSource):
     """Watches one key of the metadata server.  Subclasses interpret its value.
 
     If the key was never there (404), the source is unsupported and requests the key once a minute.
     """
 
-    name: str
+    cloud = "gcp"
+    repeats_at_once = True
     key: ClassVar[str]
     parameters: ClassVar[Mapping[str, str]] = {}
     pace_s: ClassVar[float] = 1.0
     """Shortest interval of requests to a server that does not hold them."""
+    _options: GcpOptions
 
     def __init__(self, options: GcpOptions) -> None:
-        self._options = options
-        self._monotonic, self._wall = options.clocks.monotonic, options.clocks.wall
+        super().__init__(options)
         self._identity = f"{self.name}:{options.boot_id}"
-        self._lock = threading.Lock()
-        self._live: Notice | None = None
 
-    def run(self, post: Post, stop: threading.Event) -> None:
-        """See :class:`~swansongd.sources.base.Source`."""
-        options = self._options
-        slack_s = options.timeout_s - options.hang_s
-        client = MetadataClient(
-            options.metadata_url,
-            timeout_s=options.timeout_s,
-            # For a slow server: the time that it holds the request, and more time for the exchange.
-            timeout_max_s=options.timeout_s + 4 * max(0.0, slack_s),
-            fallback_url=fallback_url(options.metadata_url, "gcp"),
-        )
-        key = KeyWatch(client, self.key, hang_s=options.hang_s, parameters=self.parameters)
-        health = HealthTracker(
-            self.name, blind_after_s=options.blind_after_s, monotonic=self._monotonic, post=post
-        )
+    @property
+    def interval_s(self) -> float:
+        return self.pace_s
+
+    def poller(self, client: MetadataClient) -> Poller:
+        key = KeyWatch(client, self.key, hang_s=self._options.hang_s, parameters=self.parameters)
         is_known = False
 
-        def poll() -> float:
+        def poll(_asked: ClockReading) -> PollResult:
             nonlocal is_known
-            asked_mono_s = self._monotonic()
             result = key.next()
-            if result.answer.status == 404 and not is_known and not self.is_idle(result):
-                health.unsupported("the metadata server does not have this key")
-                return _RECHECK_S
-            if self.is_idle(result):
-                notice = None
-            elif result.answer.status == 200:
+            notice = None
+            if not self.is_idle(result):
+                if result.answer.status == 404 and not is_known:
+                    missing = "the metadata server does not have this key"
+                    return PollResult(result.answer, None, unsupported=missing)
+                if result.answer.status != 200:
+                    raise MetadataUnavailable(
+                        f"the metadata server returned HTTP {result.answer.status}"
+                    )
                 notice = self.read(result)
-            else:
-                raise MetadataUnavailable(
-                    f"the metadata server returned HTTP {result.answer.status}"
-                )
             is_known = True
-            changed = self._post_change(notice, post, stop)
-            health.ok()
-            return 0.0 if changed else max(0.0, asked_mono_s + self.pace_s - self._monotonic())
+            over = "the metadata server no longer shows it"
+            return PollResult(result.answer, notice, withdrawn_because=over)
 
-        backoff = Backoff(min(0.2, options.retry_cap_s), options.retry_cap_s, options.uniform)
-        watch(poll, client=client, health=health, backoff=backoff, stop=stop)
+        return poll
 
     @abstractmethod
     def is_idle(self, result: WatchResult) -> bool:
@@ -227,27 +199,8 @@ class GcpSource(ABC):
             MetadataUnavailable: the value is unknown.
         """
 
-    def raised(  # noqa: B027 - most sources have nothing to add
-        self, notice: Notice, post: Post, stop: threading.Event
-    ) -> None:
-        """Called after ``notice`` was posted."""
-
-    def _post_change(self, notice: Notice | None, post: Post, stop: threading.Event) -> bool:
-        """Post a new, changed or withdrawn notice; returns whether there was one."""
-        before = self._live
-        if notice is None and before is None:
-            return False
-        if notice is not None and not must_post(before, notice, self._monotonic()):
-            return False
-        with self._lock:
-            self._live = notice
-            if notice is None:
-                post(NoticeWithdrawn(self.name, "the metadata server no longer shows it"))
-            else:
-                post(NoticeRaised(notice))
-        if notice is not None:
-            self.raised(notice, post, stop)
-        return True
+    def _skew_note(self, asked: ClockReading, answer: MetadataResponse) -> str:  # noqa: ARG002
+        return ""  # the server may have held the request
 
 
 class GcpPreemptedSource(GcpSource):
@@ -263,7 +216,7 @@ class GcpPreemptedSource(GcpSource):
     FALSE; without one it does not count on the long notice.
 
     Args:
-        options: ``grace_s`` is the time from the first TRUE to the end, without the long notice.
+        options: ``assumed_grace_s`` is the time from the first TRUE to the end, without the long notice.
         notice_s: the preemption notice of this VM, 0 or 120; None to learn it.
         learn_after_s: see above.
     """
@@ -306,7 +259,9 @@ class GcpPreemptedSource(GcpSource):
             identity=self._identity,
             severity=Severity.IMMINENT,
             deadline_mono_s=(
-                now_mono_s + self._options.grace_s if stated_mono_s is None else stated_mono_s
+                now_mono_s + self._options.assumed_grace_s
+                if stated_mono_s is None
+                else stated_mono_s
             ),
             deadline_quality=(
                 DeadlineQuality.ASSUMED if stated_mono_s is None else DeadlineQuality.DERIVED

@@ -13,10 +13,9 @@ from swansongd.sources.gcp import GcpSource, WatchResult, get
 from swansongd.sources.metadata import (
     MetadataClient,
     MetadataUnavailable,
-    fallback_url,
     shortened,
 )
-from swansongd.sources.polled import ClockReading
+from swansongd.sources.polled import ClockReading, parse_time
 
 GPU_MAINTENANCE_S = 3600.0
 """Time between the announcement and the maintenance of a host with GPUs."""
@@ -35,7 +34,7 @@ class _TimedSource(GcpSource):
         """The deadline ``plus_s`` after a stated time, by the server's clock; now if it has passed."""
         now = ClockReading(self._monotonic(), self._wall()).by_server_clock(result.answer)
         if stated is None:
-            return now.mono_s + self._options.grace_s, DeadlineQuality.ASSUMED
+            return now.mono_s + self._options.assumed_grace_s, DeadlineQuality.ASSUMED
         left_s = stated.timestamp() + plus_s - now.wall_s
         quality = DeadlineQuality.STATED if left_s >= 0 else DeadlineQuality.DERIVED
         return now.mono_s + max(0.0, left_s), quality
@@ -67,7 +66,7 @@ class GcpMaintenanceSource(_TimedSource):
             kind="host-maintenance",
             identity=self._identity,
             severity=Severity.SCHEDULED,
-            deadline_mono_s=self._monotonic() + self._options.grace_s,
+            deadline_mono_s=self._monotonic() + self._options.assumed_grace_s,
             deadline_quality=quality,
             detail=f"maintenance-event is {result.text}",
         )
@@ -162,9 +161,8 @@ class GcpStopSource(_TimedSource):
     def _details(self) -> tuple[float | None, datetime | None]:
         """The longest duration of the stop, and the time of its request; None where unavailable."""
         texts = []
-        fallback = fallback_url(self._options.metadata_url, "gcp")
         with MetadataClient(
-            self._options.metadata_url, timeout_s=_DETAILS_TIMEOUT_S, fallback_url=fallback
+            self._options.metadata_url, timeout_s=_DETAILS_TIMEOUT_S, cloud=self.cloud
         ) as client:
             for name in ("max-duration", "request-timestamp"):
                 try:
@@ -189,11 +187,10 @@ def _object(result: WatchResult) -> Any:
 def _instant(value: object) -> datetime | None:
     """An instant in UTC, from RFC 3339 or from seconds since 1970; None if it is neither."""
     text = str(value).strip().strip('"')
+    if not text.isdecimal():
+        return parse_time(text)
     try:
-        if text.isdecimal():
-            return datetime.fromtimestamp(int(text), UTC)
-        stated = datetime.fromisoformat(text)
-        return stated.replace(tzinfo=stated.tzinfo or UTC).astimezone(UTC)
+        return datetime.fromtimestamp(int(text), UTC)
     except (ValueError, OverflowError, OSError):
         return None
 

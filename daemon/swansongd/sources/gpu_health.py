@@ -13,6 +13,7 @@ from typing import Any
 
 from swansong import bounds
 from swansong_bucket.model import GpuFault, GpuHealth, GpuStatus
+from swansong_bucket.util.forms import FLAG, Form, Kind, optional, or_else, whole
 
 from swansongd.sources.metadata import shortened
 from swansongd.sources.xids import Fault, XidClass, pci_address
@@ -23,7 +24,6 @@ XIDS_MAX = 10**9
 THROTTLED_S = 60.0
 """Throttling counts after this long without a break, and is over after as long without it."""
 _TEXT_MAX = 80
-_COUNT_MAX = 2**64 - 1
 _LINE_MAX_BYTES = 256 * 1024
 
 _THROTTLES = {
@@ -78,39 +78,37 @@ def parse_gpus(value: Any) -> tuple[GpuReading, ...]:
         BoundsError: a value has the wrong type or is out of range.
     """
     rows = bounds.items(value, "gpus", 1000)
-    readings = tuple(_parse_gpu(row) for row in rows[:GPUS_MAX])
+    readings = tuple(_READING.read(row, "a GPU") for row in rows[:GPUS_MAX])
     if len({reading.pci for reading in readings}) != len(readings):
         raise bounds.BoundsError("gpus has the same address twice")
     return readings
 
 
-def _parse_gpu(value: Any) -> GpuReading:
-    row = bounds.mapping(value, "a GPU", 20)
+def _pci(value: object, name: str) -> str:
+    found = pci_address(bounds.text(value, name, _TEXT_MAX))
+    if found is None:
+        raise bounds.BoundsError(f"pci is {bounds.shown(value)}, not an address on the bus")
+    return found
 
-    def count(name: str) -> int | None:
-        each = row.get(name)
-        return None if each is None else bounds.integer(each, name, 0, _COUNT_MAX)
 
-    def flag(name: str) -> bool:
-        return bounds.boolean(row.get(name, False), name)
-
-    pci = pci_address(bounds.text(row.get("pci"), "pci", _TEXT_MAX))
-    if pci is None:
-        raise bounds.BoundsError(f"pci is {bounds.shown(row['pci'])}, not an address on the bus")
-    return GpuReading(
-        index=bounds.integer(row.get("index"), "index", 0, 10**6),
-        pci=pci,
-        uuid=shortened(bounds.text(row.get("uuid"), "uuid"), _TEXT_MAX),
-        name=shortened(bounds.text(row.get("name"), "name"), _TEXT_MAX),
-        is_lost=flag("is_lost"),
-        needs_reset=flag("needs_reset"),
-        throttle=count("throttle") or 0,
-        uncorrected=count("uncorrected"),
-        remaps=flag("remaps"),
-        remap_pending=flag("remap_pending"),
-        remap_failed=flag("remap_failed"),
-        recovery=count("recovery") or 0,
-    )
+_LABEL = Kind(lambda value, name: shortened(bounds.text(value, name), _TEXT_MAX))
+_MAYBE = or_else(FLAG, False)
+_COUNT = whole(0, 2**64 - 1)
+_READING = Form(
+    GpuReading,
+    index=whole(0, 10**6),
+    pci=Kind(_pci),
+    uuid=_LABEL,
+    name=_LABEL,
+    is_lost=_MAYBE,
+    needs_reset=_MAYBE,
+    throttle=or_else(_COUNT, 0),
+    uncorrected=optional(_COUNT),
+    remaps=_MAYBE,
+    remap_pending=_MAYBE,
+    remap_failed=_MAYBE,
+    recovery=or_else(_COUNT, 0),
+)
 
 
 def parse_line(data: bytes) -> dict[str, Any]:

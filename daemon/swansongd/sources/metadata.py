@@ -73,7 +73,7 @@ class MetadataClient:
         url: ``http://`` and an address, without a path.
         timeout_s: first timeout of a whole exchange, from the connection to the last byte.
         timeout_max_s: the longest timeout; None: the timeout does not grow.
-        fallback_url: used if there is no route to ``url``.
+        cloud: its address of IPv6 is used if there is no route to the default URL.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class MetadataClient:
         *,
         timeout_s: float,
         timeout_max_s: float | None = None,
-        fallback_url: str | None = None,
+        cloud: str = "",
     ) -> None:
         self._url = url.rstrip("/")
         self._timeout_s = timeout_s
         self._timeout_max_s = timeout_s if timeout_max_s is None else timeout_max_s
         self._limit_s = timeout_s
-        self._fallback_url = fallback_url
+        self._fallback_url = IPV6_URLS.get(cloud) if url == DEFAULT_URL else None
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._aborted = False
@@ -290,11 +290,6 @@ def watch(
                 health.failed(str(error) if expected else f"internal error: {error!r:.200}")
                 delay_s = backoff.next_s()
             stop.wait(delay_s)
-
-
-def fallback_url(url: str, cloud: str) -> str | None:
-    """Address of the metadata service on a VM without IPv4; None if another address is configured."""
-    return IPV6_URLS.get(cloud) if url == DEFAULT_URL else None
 
 
 def shortened(text: str, limit: int = 200) -> str:

@@ -106,7 +106,7 @@ def _gcp(
     def options(grace_s: float) -> GcpOptions:
         return GcpOptions(
             metadata_url=config.metadata_url or DEFAULT_URL,
-            grace_s=grace_s,
+            assumed_grace_s=grace_s,
             boot_id=boot_id,
             clocks=clocks,
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources that ask a metadata service at an interval, because it cannot hold a request until a change."""
+"""The loop of all sources that ask a metadata service."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import ClassVar
 
 from swansong_bucket.model import Notice
+from swansong_bucket.util.http1 import http_date
 
 from swansongd.core.events import NoticeRaised, NoticeWithdrawn
 from swansongd.observe.health import HealthTracker
@@ -24,7 +24,6 @@ from swansongd.sources.metadata import (
     Backoff,
     MetadataClient,
     MetadataResponse,
-    fallback_url,
     watch,
 )
 
@@ -52,10 +51,8 @@ class ClockReading:
 
 def server_date_s(answer: MetadataResponse) -> float | None:
     """The ``Date`` of a response, in seconds since 1970; None without a valid one."""
-    try:
-        return parsedate_to_datetime(answer.headers.get("date", "")).timestamp()
-    except (ValueError, OverflowError):
-        return None
+    stated = http_date(answer.headers.get("date", ""))
+    return None if stated is None else stated.timestamp()
 
 
 def parse_time(value: object) -> datetime | None:
@@ -69,11 +66,7 @@ def parse_time(value: object) -> datetime | None:
 
 def parse_date(text: str) -> datetime | None:
     """An instant such as ``21 Jan 2019 09:00:43 GMT``, or in ISO 8601; None if it is invalid."""
-    try:
-        stated = parsedate_to_datetime(text)
-        return stated.replace(tzinfo=stated.tzinfo or UTC).astimezone(UTC)
-    except (ValueError, OverflowError):
-        return parse_time(text)
+    return http_date(text) or parse_time(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +100,16 @@ class PollOptions:
     uniform: Callable[[float, float], float] = random.uniform
     """Random source of the jitter."""
 
+    @property
+    def timeout_max_s(self) -> float:
+        """The longest timeout of an HTTP exchange."""
+        return self.timeout_s * TIMEOUT_MAX_S / TIMEOUT_S
+
+    def backoff(self) -> Backoff:
+        """The delays before retries."""
+        interval_s = self.poll_interval_s
+        return Backoff(interval_s / 4, max(interval_s, min(2 * interval_s, 2.0)), self.uniform)
+
 
 Poller = Callable[[ClockReading], PollResult]
 """Polls once; the argument is the time of the request.  Raises MetadataUnavailable: the state is unknown."""
@@ -119,22 +122,31 @@ class PolledSource(ABC):
     cloud: ClassVar[str]
     slows_down: ClassVar[bool] = True
     """Whether it polls less often while this VM does not support the source."""
+    repeats_at_once: ClassVar[bool] = False
+    """Whether it polls at once after a change, because the service holds the request until the next one."""
 
     def __init__(self, options: PollOptions) -> None:
         self._options = options
         self._monotonic, self._wall = options.clocks.monotonic, options.clocks.wall
         self._live: Notice | None = None
         self._skew_s = 0.0
+        self._lock = threading.Lock()
+        """Orders posts of this source."""
+
+    @property
+    def interval_s(self) -> float:
+        """Shortest time between two polls."""
+        return self._options.poll_interval_s
 
     def run(self, post: Post, stop: threading.Event) -> None:
         """See :class:`~swansongd.sources.base.Source`."""
         options = self._options
-        interval_s = options.poll_interval_s
+        interval_s = self.interval_s
         client = MetadataClient(
             options.metadata_url,
             timeout_s=options.timeout_s,
-            timeout_max_s=options.timeout_s * TIMEOUT_MAX_S / TIMEOUT_S,
-            fallback_url=fallback_url(options.metadata_url, self.cloud),
+            timeout_max_s=options.timeout_max_s,
+            cloud=self.cloud,
         )
         poll_once = self.poller(client)
         health = HealthTracker(
@@ -147,8 +159,8 @@ class PolledSource(ABC):
         def poll() -> float:
             asked = ClockReading(self._monotonic(), self._wall())
             result = poll_once(asked)
-            self._post_change(result, post)
-            next_s = interval_s
+            has_changed = self._post_change(result, post, stop)
+            next_s = 0.0 if has_changed and self.repeats_at_once else interval_s
             if result.unsupported and result.notice is None:
                 health.unsupported(result.unsupported)
                 next_s = max(options.recheck_s, interval_s) if self.slows_down else interval_s
@@ -156,24 +168,34 @@ class PolledSource(ABC):
                 health.ok("answers" + self._skew_note(asked, result.answer))
             return max(0.0, asked.mono_s + next_s - self._monotonic())
 
-        backoff = Backoff(
-            interval_s / 4, max(interval_s, min(2 * interval_s, 2.0)), options.uniform
-        )
-        watch(poll, client=client, health=health, backoff=backoff, stop=stop)
+        watch(poll, client=client, health=health, backoff=options.backoff(), stop=stop)
 
     @abstractmethod
     def poller(self, client: MetadataClient) -> Poller:
         """The poll of this source over a connection."""
 
-    def _post_change(self, result: PollResult, post: Post) -> None:
+    def raised(  # noqa: B027 - most sources have nothing to add
+        self, notice: Notice, post: Post, stop: threading.Event
+    ) -> None:
+        """Called after ``notice`` was posted."""
+
+    def _post_change(self, result: PollResult, post: Post, stop: threading.Event) -> bool:
+        """Post a new, changed or withdrawn notice; returns whether there was one."""
         live, notice = self._live, result.notice
         if notice is None:
-            if live is not None:
+            if live is None:
+                return False
+            with self._lock:
                 self._live = None
                 post(NoticeWithdrawn(self.name, result.withdrawn_because))
-        elif must_post(live, notice, self._monotonic()):
+            return True
+        if not must_post(live, notice, self._monotonic()):
+            return False
+        with self._lock:
             self._live = notice
             post(NoticeRaised(notice))
+        self.raised(notice, post, stop)
+        return True
 
     def _skew_note(self, asked: ClockReading, answer: MetadataResponse) -> str:
         skew_s = asked.wall_s - asked.by_server_clock(answer).wall_s

@@ -96,11 +96,8 @@ class _Walk:
         self._directories += 1
         if self._directories > DIRECTORIES_MAX:
             raise StagingError(f"contains more than {DIRECTORIES_MAX} directories")
-        inner_fd = openat.open_directory(name, dir_fd=directory_fd)
-        try:
+        with openat.held(openat.open_directory(name, dir_fd=directory_fd)) as inner_fd:
             self.enter(inner_fd, f"{path}/")
-        finally:
-            os.close(inner_fd)
 
     def _add(self, directory_fd: int, name: str, path: str, facts: os.stat_result) -> None:
         if len(self.files) >= FILES_MAX:
@@ -333,11 +330,10 @@ def _remove_own(run_directory: int | Path, suffix: str) -> None:
 def _own_directory(run_fd: int) -> Iterator[int]:
     with suppress(FileExistsError):
         os.close(openat.make_directory(OWN_DIRECTORY, dir_fd=run_fd, mode=0o700))
-    fd = openat.open_directory(OWN_DIRECTORY, dir_fd=run_fd, owners={os.geteuid()})
-    try:
+    with openat.held(
+        openat.open_directory(OWN_DIRECTORY, dir_fd=run_fd, owners={os.geteuid()})
+    ) as fd:
         yield fd
-    finally:
-        os.close(fd)
 
 
 @contextmanager
@@ -350,11 +346,8 @@ def opened(directory: int | Path) -> Iterator[int]:
     if isinstance(directory, int):
         yield directory
         return
-    fd = openat.open_directory(directory)
-    try:
+    with openat.held(openat.open_directory(directory)) as fd:
         yield fd
-    finally:
-        os.close(fd)
 
 
 @contextmanager
@@ -368,15 +361,12 @@ def _opened_set(run_directory: int | Path, directory: str) -> Iterator[tuple[int
             return
         if not stat.S_ISDIR(mode):
             raise StagingError(f"is {_kind(mode)}")
-        set_fd = openat.open_directory(directory, dir_fd=run_fd)
-        try:
+        with openat.held(openat.open_directory(directory, dir_fd=run_fd)) as set_fd:
             if os.fstat(set_fd).st_dev != os.fstat(run_fd).st_dev:
                 raise StagingError(
                     "is on another file system"
                 )  # reads from a FUSE mount may block forever
             yield set_fd, False
-        finally:
-            os.close(set_fd)
 
 
 def _check_name(directory: str) -> None:

@@ -317,11 +317,8 @@ def _created_wall_ns(
     """When the oldest file of the set was created, or last written if the file system tells no more."""
     created_wall_ns: list[int] = []
     for file in files:
-        fd = scan.open_file(run_directory, directory, file)
-        try:
+        with openat.held(scan.open_file(run_directory, directory, file)) as fd:
             created_wall_ns.append(min(birth.created_wall_ns(fd) or file.mtime_ns, file.mtime_ns))
-        finally:
-            os.close(fd)
     return min(created_wall_ns, default=time.time_ns())
 
 
@@ -366,12 +363,8 @@ def _layout_of(run_fd: int, name: str) -> FrameworkLayout | None:
 def _holds(run_fd: int, name: str, needs: frozenset[str]) -> bool:
     if not needs:
         return True
-    with suppress(OSError):
-        directory_fd = openat.open_directory(name, dir_fd=run_fd)
-        try:
-            return needs.issubset(os.listdir(directory_fd))
-        finally:
-            os.close(directory_fd)
+    with suppress(OSError), openat.held(openat.open_directory(name, dir_fd=run_fd)) as directory_fd:
+        return needs.issubset(os.listdir(directory_fd))
     return False
 
 

@@ -15,9 +15,10 @@ from pathlib import Path
 from swansong.protocol import MAX_MESSAGE_BYTES, Hello
 from swansong_bucket.errors import SwansongError
 
-from swansongd.trainers.peers import CREDENTIALS_BYTES, Peer, unpack_credentials
+from swansongd.trainers.peers import Peer
 from swansongd.util import unix
 from swansongd.util.rates import TokenBucket
+from swansongd.util.unix import CREDENTIALS_BYTES, unpack_credentials
 
 OUTGOING_MESSAGES_MAX = 64
 OUTGOING_BYTES_MAX = 512 * 2**10

@@ -10,13 +10,12 @@ import errno
 import os
 import select
 import socket
-import struct
 from dataclasses import dataclass
+
+from swansongd.util import unix
 
 SO_PEERPIDFD = 77
 """Since Linux 6.5; the standard library has no constant for it yet."""
-_UCRED = struct.Struct("iII")
-CREDENTIALS_BYTES = _UCRED.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +35,7 @@ def identify(connected: socket.socket) -> Peer:
         ProcessLookupError: the process has ended, or is in a PID namespace that is not visible here.
         OSError: no descriptor is left.
     """
-    pid, uid, gid = unpack_credentials(
-        connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS_BYTES)
-    )
+    pid, uid, gid = unix.peer_credentials(connected)
     if pid <= 0:
         raise ProcessLookupError(
             "it is not visible in the daemon's PID namespace; run the trainer in the same namespace "
@@ -57,12 +54,6 @@ def identify(connected: socket.socket) -> Peer:
         os.close(pidfd)
         raise ProcessLookupError(f"process {pid} has ended")
     return Peer(pid, uid, gid, pidfd)
-
-
-def unpack_credentials(data: bytes) -> tuple[int, int, int]:
-    """Unpack a ``struct ucred`` into (pid, uid, gid)."""
-    pid, uid, gid = _UCRED.unpack(data[:CREDENTIALS_BYTES])
-    return pid, uid, gid
 
 
 def open_process(pid: int) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Listening Unix sockets: closed to other users from the start, and never in place of a live one."""
+"""Unix sockets: listeners that are closed to other users from the start, and the other end."""
 
 from __future__ import annotations
 
@@ -7,12 +7,28 @@ import errno
 import os
 import socket
 import stat
+import struct
 from contextlib import suppress
 from pathlib import Path
 
 from swansong_bucket.errors import SwansongError
 
 SOCKET_MODE = 0o660
+_UCRED = struct.Struct("iII")
+CREDENTIALS_BYTES = _UCRED.size
+
+
+def peer_credentials(connected: socket.socket) -> tuple[int, int, int]:
+    """Process id, user id and group id of the other end, as the kernel reports them."""
+    return unpack_credentials(
+        connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS_BYTES)
+    )
+
+
+def unpack_credentials(data: bytes) -> tuple[int, int, int]:
+    """Unpack a ``struct ucred`` into (pid, uid, gid)."""
+    pid, uid, gid = _UCRED.unpack(data[:CREDENTIALS_BYTES])
+    return pid, uid, gid
 
 
 def listen(

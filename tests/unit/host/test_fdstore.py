@@ -292,7 +292,7 @@ def test_a_write_that_failed_is_repeated(
 
 
 def with_gpu(**changes: object) -> dict[str, object]:
-    facts = gpu_record.facts_of(a_gpu_record())
+    facts = gpu_record.RECORD.write(a_gpu_record())
     return {**facts, "gpus": [{**facts["gpus"][0], **changes}]}
 
 
@@ -322,7 +322,7 @@ def test_a_damaged_record_of_the_gpus_is_ignored(
     systemd: Systemd, restart: Callable[[], FdStore], changes: dict[str, object]
 ) -> None:
     """The daemon starts as on a new boot, and logs the reason."""
-    facts = {"boot_id": "", **gpu_record.facts_of(a_gpu_record()), **changes}
+    facts = {"boot_id": "", **gpu_record.RECORD.write(a_gpu_record()), **changes}
     inherit(systemd, fdstore.GPUS, as_slot(1, json.dumps(facts).encode()))
     with capture_logs() as lines:
         assert restart().gpus() is None

@@ -20,7 +20,7 @@ from swansongd.sources.aws import AwsSpotSource, parse_instance_action
 from swansongd.sources.aws_events import AwsAsgSource, AwsRebalanceSource, AwsScheduledSource
 from swansongd.sources.base import must_post
 from swansongd.sources.detect import detect_cloud
-from swansongd.sources.gcp import GcpPreemptedSource, read_boot_id
+from swansongd.sources.gcp import GcpPreemptedSource
 from swansongd.sources.gcp_events import GcpMaintenanceSource, GcpStopSource, GcpUpcomingSource
 from swansongd.sources.metadata import Backoff, MetadataClient, MetadataResponse, shortened, watch
 from swansongd.sources.opening import open_sources, unknown_firmware
@@ -255,13 +255,6 @@ def test_firmware_names_the_cloud(tmp_path: Path, files: dict[str, str], cloud: 
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert detect_cloud(str(tmp_path)) == cloud
-
-
-def test_boot_id(tmp_path: Path) -> None:
-    """The boot id is the kernel's, and ``unknown`` if it cannot be read."""
-    (tmp_path / "boot_id").write_text("0b1c\n")
-    assert read_boot_id(str(tmp_path / "boot_id")) == "0b1c"
-    assert read_boot_id(str(tmp_path / "absent")) == "unknown"
 
 
 @pytest.mark.parametrize(

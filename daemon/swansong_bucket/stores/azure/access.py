@@ -4,21 +4,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from email.utils import formatdate
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
-from swansong_bucket.errors import (
-    Exists,
-    Forbidden,
-    Locked,
-    NotFound,
-    Permanent,
-    StoreError,
-    Transient,
-)
+from swansong_bucket.errors import Exists, Locked, NotFound, Permanent, StoreError, Transient
 from swansong_bucket.stores.azure.auth import (
     CREDENTIALS_HINT,
     AzureCredentials,
@@ -31,14 +23,13 @@ from swansong_bucket.stores.azure.auth import (
 )
 from swansong_bucket.stores.base import Body, Sink
 from swansong_bucket.stores.credentials import CredentialCache
-from swansong_bucket.stores.http.client import Response, Wire
+from swansong_bucket.stores.http.client import Response
 from swansong_bucket.stores.options import AzureOptions
+from swansong_bucket.stores.remote import refusal, translated, wire_to
 from swansong_bucket.stores.responses import one_line, xml_text
-from swansong_bucket.util.http1 import retry_after_s
 
 _VERSION = "2021-12-02"
 """Version of the interface: old enough for every cloud of Azure, and for Azurite."""
-_STALL_S_MAX = 3.0
 
 # Codes whose cause is the credentials: rotated keys, expired signatures and tokens.
 _CREDENTIALS_CODES = {
@@ -92,14 +83,7 @@ class AzureAccess:
         self._credentials = CredentialCache(
             "Azure", load=self._load_credentials, fetch=_fetched, has_expired=_has_expired
         )
-        self._wire = Wire(
-            self._address,
-            connections=options.connections,
-            ca_bundle=str(options.ca_bundle) if options.ca_bundle is not None else trusted,
-            connect_timeout_s=options.connect_timeout_s,
-            stall_s=min(_STALL_S_MAX, options.read_timeout_s),
-            first_byte_s=options.read_timeout_s,
-        )
+        self._wire = wire_to(self._address, options, trusted)
 
     def renew_credentials(self) -> None:
         """Renew a token that expires soon; raises Permanent if there are no credentials."""
@@ -175,15 +159,9 @@ def _has_expired(source: Any) -> bool:
     return isinstance(source, Identity) and source.has_expired
 
 
-@contextmanager
-def _errors_of_identity() -> Iterator[None]:
+def _errors_of_identity() -> AbstractContextManager[None]:
     """Turn errors of azure-identity into errors of the contract."""
-    try:
-        yield
-    except StoreError:
-        raise
-    except Exception as error:  # a metadata service can answer with anything
-        raise classified(error) from error
+    return translated("credentials for Azure", classified)
 
 
 # ---------------------------------------------------------------- errors
@@ -198,19 +176,16 @@ def _message(response: Response, code: str) -> str:
 
 def _refusal(response: Response, code: str) -> StoreError:
     """The error of the contract for a response with an error status."""
-    status, message = response.status, _message(response, code)
-    hint = _HINTS.get(code, _ELSEWHERE if status < 400 else "")
-    if status == 404:
-        return (BlobMissing if code == "BlobNotFound" else NotFound)(message, hint=hint)
+    message = _message(response, code)
+    hint = _HINTS.get(code, _ELSEWHERE if response.status < 400 else "")
+    if code == "BlobNotFound":
+        return BlobMissing(message, hint=hint)
     if code in _LOCKED_CODES:
         return Locked(
             message, hint="Remove the policy, the lease or the snapshots, or delete later"
         )
-    if status == 412 or code == "BlobAlreadyExists":
+    if code == "BlobAlreadyExists":
         return Exists(message)
     if code in _OFFLINE_CODES:
         return Permanent(message, hint=hint)
-    is_over_soon = status in (408, 409, 429) or (status >= 500 and status != 501)
-    if is_over_soon or code in ("Md5Mismatch", "IncompleteBody"):
-        return Transient(message, hint=hint, retry_after_s=retry_after_s(response.headers))
-    return (Forbidden if status == 403 else Permanent)(message, hint=hint)
+    return refusal(response, message, hint, is_transient=code in ("Md5Mismatch", "IncompleteBody"))

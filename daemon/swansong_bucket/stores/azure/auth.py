@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swansong_bucket.errors import Permanent, StoreError, Transient
-from swansong_bucket.stores.base import is_certificate_problem
+from swansong_bucket.stores.responses import one_line
 
 _SCOPE = "https://storage.azure.com/.default"
 CREDENTIALS_HINT = (
@@ -138,9 +138,9 @@ class Identity:
                 # azure-identity keeps no status of the metadata service, which may still be starting.
                 if _NO_IDENTITY in str(error):
                     raise error from None
-                raise Transient(_message(error), hint=CREDENTIALS_HINT) from error
+                raise Transient(one_line(str(error), 300), hint=CREDENTIALS_HINT) from error
         if not _TOKEN_FORM.fullmatch(found.token):
-            raise Transient("credentials for Azure: the issuer returned an invalid token")
+            raise Transient("the issuer returned an invalid token")
         self._ends_unix_s = float(found.expires_on)
         return Token(found.token)
 
@@ -198,19 +198,12 @@ def content_md5(data: memoryview) -> str:
     return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
 
 
-def classified(error: Exception) -> StoreError:
+def classified(error: Exception, message: str) -> StoreError:
     """The error of the contract for one of azure-identity, by its type."""
     from azure.core import exceptions as of  # noqa: PLC0415
 
-    if is_certificate_problem(error):
-        hint = "The certificate of the token endpoint is not trusted on this VM"
-        return Permanent(_message(error), hint=hint)
     network = (of.ServiceRequestError, of.ServiceResponseError, OSError)
     status = error.status_code if isinstance(error, of.HttpResponseError) else None
     is_busy = status is not None and (status in (408, 429) or status >= 500)
     kind = Transient if is_busy or isinstance(error, network) else Permanent
-    return kind(_message(error), hint=CREDENTIALS_HINT)
-
-
-def _message(error: Exception) -> str:
-    return f"credentials for Azure: {' '.join(str(error).split()):.300}"
+    return kind(message, hint=CREDENTIALS_HINT)

@@ -1,44 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """The store contract on Azure Blob Storage.
 
-The wire sends each request once; retries and deadlines belong to the caller.  Every write contains an MD5,
-which the store verifies and keeps.
+Every write contains an MD5, which the store verifies and keeps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 
-from swansong_bucket.errors import Changed, Exists, Forbidden, Locked, Permanent, Transient
+from swansong_bucket.errors import Changed, Exists, Transient
 from swansong_bucket.stores import responses
 from swansong_bucket.stores.azure.access import AzureAccess, BlobMissing
 from swansong_bucket.stores.azure.auth import content_md5
 from swansong_bucket.stores.base import (
-    GET_BYTES_MAX,
     Body,
-    BytesSink,
     Folders,
-    Moved,
     ObjectInfo,
     Page,
     Sink,
     account_container_and_prefix,
-    delete_each,
-    ignore_moved,
-    listed,
     named,
 )
 from swansong_bucket.stores.http.client import Response
 from swansong_bucket.stores.options import AzureOptions
+from swansong_bucket.stores.remote import RemoteStore
 
 _ABSENT = {"if-none-match": "*"}
-_DELETE_THREADS = 8
 _PAGE_ITEMS = 500
 """A listing has more than twenty elements for each blob."""
 
 
-class AzureStore:
+class AzureStore(RemoteStore):
     """A container, or a prefix in one.
 
     For credentials see :class:`swansong_bucket.stores.azure.access.AzureAccess`.
@@ -48,38 +41,13 @@ class AzureStore:
     """
 
     def __init__(self, url: str, options: AzureOptions) -> None:
-        self.url = url
-        account, container, self._prefix = account_container_and_prefix(url)
+        account, container, prefix = account_container_and_prefix(url)
         self._access = AzureAccess(account, container, options)
-
-    # ------------------------------------------------------------ small objects
-
-    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
-        body = Body(data)
-        with self._creating(key) if if_absent else nullcontext():
-            self._put(key, body, content_md5(body.data), _ABSENT if if_absent else {})
-
-    def get(self, key: str) -> bytes:
-        sink = BytesSink(GET_BYTES_MAX)
-        response = self._call(f"get {key}", "GET", key, sink=sink)
-        if response.status != 200:
-            raise Permanent(
-                f"get {key} in {self.url}: HTTP {response.status} is not a complete object"
-            )
-        return bytes(sink.data)
+        super().__init__(url, prefix, self._access.renew_credentials)
 
     def head(self, key: str) -> ObjectInfo | None:
         found = self._properties(key)
         return found[0] if found is not None else None
-
-    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        return listed(prefix, lambda token: self.page(prefix, token, after=after), after)
-
-    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:  # noqa: ARG002
-        """See the contract.  ``after`` has no effect: versions before 2026-02-06 start at the first key."""
-        response = self._listing(prefix, token, {})
-        with responses.complete(f"list {prefix}"):
-            return responses.blobs(response, self._prefix, prefix)
 
     def folders(self, prefix: str, token: str | None) -> Folders:
         response = self._listing(prefix, token, {"delimiter": "/"})
@@ -98,9 +66,6 @@ class AzureStore:
             if self.head(key) is not None:
                 raise Changed(str(other)) from other
 
-    def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
-        return delete_each(self, infos, threads=_DELETE_THREADS)
-
     def lock(self, key: str) -> float | None:  # noqa: ARG002
         """See the contract.  Swansong gives blobs no retention.
 
@@ -109,44 +74,27 @@ class AzureStore:
         """
         return None
 
-    # ------------------------------------------------------------ chunks
-
-    def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
-        body = Body(data, moved)
-        md5 = content_md5(body.data)
-        try:
-            with self._creating(key):
-                self._put(key, body, md5, _ABSENT)
-        except Exists:
-            # If the bytes match, our write succeeded and only the reply was lost.
-            found = self._properties(key)
-            if found is None or (found[0].size_bytes, found[1]) != (body.size_bytes, md5):
-                raise
-
-    def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
-        if not size_bytes:
-            return
-        span = f"{offset}-{offset + size_bytes - 1}"
-        headers = {"range": f"bytes={span}"}
-        response = self._call(f"get {key}", "GET", key, headers=headers, sink=sink)
-        range_ = response.headers.get("content-range", "")
-        if response.status != 206 or not range_.startswith(f"bytes {span}/"):
-            raise Permanent(f"get {key} in {self.url}: bytes {span} are not within the object")
-
-    # ------------------------------------------------------------ the container
-
-    def check(self) -> None:
-        self._listing("", None, {"maxresults": "1"})
-
-    def warm(self) -> None:
-        self.renew_credentials()
-        self.check()
-
-    def renew_credentials(self) -> None:
-        """Renew a token that expires soon; raises Permanent if there are no credentials."""
-        self._access.renew_credentials()
-
     # ------------------------------------------------------------ requests
+
+    def _read(self, key: str, headers: Mapping[str, str], sink: Sink) -> Response:
+        return self._call(f"get {key}", "GET", key, headers=headers, sink=sink)
+
+    def page(
+        self,
+        prefix: str,
+        token: str | None,
+        *,
+        after: str = "",  # noqa: ARG002 - versions before 2026-02-06 start at the first key
+        items: int | None = None,
+    ) -> Page:
+        response = self._listing(prefix, token, {"maxresults": str(items or _PAGE_ITEMS)})
+        with responses.complete(f"list {prefix}"):
+            return responses.blobs(response, self._prefix, prefix)
+
+    def _holds(self, key: str, body: Body) -> bool:
+        found = self._properties(key)
+        mine = (body.size_bytes, content_md5(body.data))
+        return found is not None and (found[0].size_bytes, found[1]) == mine
 
     def _properties(self, key: str) -> tuple[ObjectInfo, str] | None:
         """The blob and its MD5, which is empty if the store has none; None if it does not exist."""
@@ -169,11 +117,12 @@ class AzureStore:
             parameters["marker"] = token
         return self._call(f"list {prefix}", "GET", None, parameters)
 
-    def _put(self, key: str, body: Body, md5: str, condition: Mapping[str, str]) -> None:
-        """PUT ``body`` with a checksum that the store verifies."""
-        what = f"put {key}"
-        headers = {"x-ms-blob-type": "BlockBlob", "content-md5": md5, **condition}
-        response = self._call(what, "PUT", key, headers=headers, body=body)
+    def _put(self, key: str, body: Body, *, if_absent: bool) -> None:
+        what, md5 = f"put {key}", content_md5(body.data)
+        headers = {"x-ms-blob-type": "BlockBlob", "content-md5": md5}
+        with self._creating(key) if if_absent else nullcontext():
+            condition = _ABSENT if if_absent else {}
+            response = self._call(what, "PUT", key, headers=headers | condition, body=body)
         with responses.complete(what):
             responses.etag_of(response.headers)
         if response.headers.get("content-md5", md5) != md5:
@@ -196,16 +145,3 @@ class AzureStore:
             return self._access.exchange(
                 method, name, parameters or {}, headers or {}, body=body, sink=sink
             )
-
-    @contextmanager
-    def _creating(self, key: str) -> Iterator[None]:
-        """Around a create-if-absent: raise Exists if the blob exists, in place of Forbidden and Locked.
-
-        Azure requires the right to write for an overwrite.  Without it, the status can be 403 instead of 409.
-        """
-        try:
-            yield
-        except (Forbidden, Locked) as error:
-            if self.head(key) is None:
-                raise
-            raise Exists(str(error)) from error

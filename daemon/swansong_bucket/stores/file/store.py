@@ -22,7 +22,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import islice
 from urllib.parse import unquote, urlsplit
 
-from swansong.openat import FILE, open_directory
+from swansong.openat import FILE, held, open_directory
 
 from swansong_bucket.errors import (
     Changed,
@@ -40,11 +40,11 @@ from swansong_bucket.stores.base import (
     Folders,
     Moved,
     ObjectInfo,
+    ObjectStore,
     Page,
     Sink,
     delete_each,
     ignore_moved,
-    listed,
 )
 from swansong_bucket.stores.file.io import (
     Modes,
@@ -66,7 +66,7 @@ _ABANDONED_S = 24 * 3600.0
 """Time without a write after which a hidden file belongs to a killed writer."""
 
 
-class FileStore:
+class FileStore(ObjectStore):
     """The object store in a directory.
 
     Args:
@@ -139,9 +139,6 @@ class FileStore:
             except (FileNotFoundError, NotADirectoryError):
                 return None
         return _info(key, facts, self._now_s()) if stat.S_ISREG(facts.st_mode) else None
-
-    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        return listed(prefix, lambda token: self.page(prefix, token, after=after), after)
 
     def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
         after = max(after, token or "")
@@ -377,11 +374,8 @@ def _walk(
                     is_wanted = below.startswith(prefix) or prefix.startswith(below)
                     is_wanted = is_wanted and (below > after or after.startswith(below))
                     if is_wanted and key != TEMPORARY:
-                        fd = open_directory(entry.name, dir_fd=dir_fd)
-                        try:
+                        with held(open_directory(entry.name, dir_fd=dir_fd)) as fd:
                             yield from _walk(fd, below, prefix, after, depth + 1)
-                        finally:
-                            os.close(fd)
                 elif (
                     key.startswith(prefix)
                     and key > after

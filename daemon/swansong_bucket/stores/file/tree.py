@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from swansong import bounds
 from swansong.bounds import BoundsError
-from swansong.openat import FILE, has_acl, open_directory
+from swansong.openat import FILE, has_acl, held, open_directory
 
 from swansong_bucket.errors import NotFound, Permanent, Transient
 from swansong_bucket.stores.file import mounts
@@ -158,15 +158,11 @@ class Tree:
 
     def _create_marker(self, root_fd: int, modes: Modes) -> None:
         """Create the marker with a new id, durably; does not replace the marker of another writer."""
-        temporary_fd = opened_or_made(TEMPORARY, root_fd, modes)
-        try:
+        with held(opened_or_made(TEMPORARY, root_fd, modes)) as temporary_fd:
             name = uuid.uuid4().hex
-            fd = new_file(name, temporary_fd, modes)
-            try:
+            with held(new_file(name, temporary_fd, modes)) as fd:
                 write_all(fd, memoryview(json.dumps(_marker(uuid.uuid4().hex)).encode()), 0)
                 os.fsync(fd)
-            finally:
-                os.close(fd)
             try:
                 with suppress(FileExistsError):
                     os.link(
@@ -179,8 +175,6 @@ class Tree:
             finally:
                 os.unlink(name, dir_fd=temporary_fd)
             os.fsync(root_fd)
-        finally:
-            os.close(temporary_fd)
 
     def _read_marker(self, root_fd: int) -> str:
         """The id in the marker.
@@ -190,8 +184,7 @@ class Tree:
         """
         what = f"{self.root}/{MARKER}"
         try:
-            fd = os.open(MARKER, FILE, dir_fd=root_fd)
-            try:
+            with held(os.open(MARKER, FILE, dir_fd=root_fd)) as fd:
                 facts, root = os.fstat(fd), os.fstat(root_fd)
                 # The link count is not checked: link(2) creates the marker, which then has two names.
                 if not stat.S_ISREG(facts.st_mode):
@@ -204,8 +197,6 @@ class Tree:
                         hint=f"Give it to the owner of the directory: `chown {root.st_uid} {what}`",
                     )
                 data = os.pread(fd, _MARKER_BYTES_MAX + 1, 0)
-            finally:
-                os.close(fd)
         except OSError as error:
             if error.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
                 raise Permanent(f"{what} is not a regular file", hint=f"Remove {what}") from None

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -15,16 +15,15 @@ from urllib.parse import urlsplit
 from swansong import bounds
 from swansong.bounds import BoundsError
 
-from swansong_bucket.errors import Exists, Forbidden, NotFound, Permanent, StoreError, Transient
-from swansong_bucket.stores.base import RENEW_BELOW_S, Body, Sink, is_certificate_problem, named
+from swansong_bucket.errors import Permanent, StoreError, Transient
+from swansong_bucket.stores.base import RENEW_BELOW_S, Body, Sink
 from swansong_bucket.stores.credentials import CredentialCache
 from swansong_bucket.stores.http.client import REFUSAL_BYTES_MAX, Response, Wire
 from swansong_bucket.stores.options import GcsOptions
+from swansong_bucket.stores.remote import refusal, translated, wire_to
 from swansong_bucket.stores.responses import one_line, xml_text
-from swansong_bucket.util.http1 import retry_after_s
 
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
-_STALL_S_MAX = 3.0
 
 _CREDENTIALS = (
     "Give the VM a service account with the storage scope, or set application default credentials"
@@ -56,7 +55,6 @@ class GcsAccess:
         self._options = options
         self._endpoint = options.address
         trusted = os.environ.get("REQUESTS_CA_BUNDLE") or None
-        self._ca_bundle = str(options.ca_bundle) if options.ca_bundle is not None else trusted
         self._credentials = CredentialCache(
             "GCS",
             load=self._load_credentials,
@@ -64,14 +62,7 @@ class GcsAccess:
             has_expired=lambda found: _left_s(found) <= 0,
         )
         self._transport = _Transport(trusted, options.read_timeout_s)
-        self._wire = Wire(
-            self._endpoint,
-            connections=options.connections,
-            ca_bundle=self._ca_bundle,
-            connect_timeout_s=options.connect_timeout_s,
-            stall_s=min(_STALL_S_MAX, options.read_timeout_s),
-            first_byte_s=options.read_timeout_s,
-        )
+        self._wire = wire_to(self._endpoint, options, trusted)
 
     def renew_credentials(self) -> None:
         """Renew a token that expires soon; raises Permanent if there are no credentials."""
@@ -214,17 +205,9 @@ class _Transport:
 # ---------------------------------------------------------------- errors
 
 
-@contextmanager
-def _errors_of_credentials() -> Iterator[None]:
+def _errors_of_credentials() -> AbstractContextManager[None]:
     """Turn errors of Google's credentials into errors of the contract."""
-    what = "credentials for GCS"
-    try:
-        with named(what):
-            yield
-    except StoreError:
-        raise
-    except Exception as error:  # a credentials file can have any content
-        raise _classified(error, f"{what}: {error!s:.300}") from error
+    return translated("credentials for GCS", _classified)
 
 
 def _message(response: Response) -> str:
@@ -235,16 +218,12 @@ def _message(response: Response) -> str:
 
 def _refusal(response: Response) -> StoreError:
     """The error of the contract for a response with an error status."""
-    status, code, message = response.status, xml_text(response.body, "Code"), _message(response)
-    hint = _HINTS.get(status, "")
-    if status == 404:
-        return NotFound(message, hint=hint if code in ("", "NoSuchBucket") else "")
-    if status == 412:
-        return Exists(message)
-    is_over_soon = status in (408, 409, 429) or (status >= 500 and status != 501)
-    if is_over_soon or code in ("BadDigest", "IncompleteBody"):
-        return Transient(message, retry_after_s=retry_after_s(response.headers))
-    return (Forbidden if status == 403 else Permanent)(message, hint=hint)
+    code, message = xml_text(response.body, "Code"), _message(response)
+    hint = _HINTS.get(response.status, "")
+    if response.status == 404 and code not in ("", "NoSuchBucket"):
+        hint = ""
+    is_transient = code in ("BadDigest", "IncompleteBody")
+    return refusal(response, message, hint, is_transient=is_transient)
 
 
 def _reason(body: bytes) -> str:
@@ -265,8 +244,6 @@ def _classified(error: Exception, message: str) -> StoreError:
     """The error of the contract for a request without a response."""
     from google.auth.exceptions import GoogleAuthError, TransportError  # noqa: PLC0415
 
-    if is_certificate_problem(error):
-        return Permanent(message, hint="The store's certificate is not trusted on this VM")
     if isinstance(error, GoogleAuthError):
         # A TransportError: the metadata service did not respond.
         lost = isinstance(error, TransportError) or isinstance(error.__cause__, TransportError)

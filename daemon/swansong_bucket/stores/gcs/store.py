@@ -1,32 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The store contract on Google Cloud Storage.
 
-The wire sends each request once; retries and deadlines belong to the caller.  Objects use the XML interface,
-listings and metadata the JSON interface.  Google also calls the version number of an
-object its generation; here that is the *object generation*.
+Objects use the XML interface, listings and metadata the JSON interface.  Google also calls the version number
+of an object its generation; here that is the *object generation*.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from urllib.parse import quote, urlencode
 
-from swansong_bucket.errors import Changed, Exists, Forbidden, NotFound, Permanent, Transient
+from swansong_bucket.errors import Changed, Exists, NotFound, Permanent, Transient
 from swansong_bucket.stores import responses
 from swansong_bucket.stores.base import (
-    GET_BYTES_MAX,
     Body,
-    BytesSink,
     Folders,
-    Moved,
     ObjectInfo,
     Page,
     Sink,
     bucket_and_prefix,
-    delete_each,
-    ignore_moved,
-    listed,
     named,
 )
 from swansong_bucket.stores.checksums import crc32c_base64
@@ -35,16 +28,16 @@ from swansong_bucket.stores.gcs.retention import GcsRetention
 from swansong_bucket.stores.gcs.settings import GcsSettings
 from swansong_bucket.stores.http.client import Response
 from swansong_bucket.stores.options import GcsOptions
+from swansong_bucket.stores.remote import RemoteStore
 from swansong_bucket.stores.retention import StoreClock
 
 _HASH = "x-goog-hash"
 _INFO_FIELDS = "name,size,timeCreated,generation"
 _ABSENT = {"x-goog-if-generation-match": "0"}
-_DELETE_THREADS = 8
 _UNVERIFIED = "This store returns no CRC32C of an upload: use another endpoint"
 
 
-class GcsStore:
+class GcsStore(RemoteStore):
     """A bucket, or a prefix in one.  :class:`swansong_bucket.stores.gcs.access.GcsAccess` has credentials.
 
     Args:
@@ -52,39 +45,18 @@ class GcsStore:
     """
 
     def __init__(self, url: str, options: GcsOptions) -> None:
-        self.url = url
-        self._bucket, self._prefix = bucket_and_prefix(url)
+        self._bucket, prefix = bucket_and_prefix(url)
         self._access = GcsAccess(options)
+        super().__init__(url, prefix, self._access.renew_credentials)
         self._clock = StoreClock(self.check)
-        self.settings = GcsSettings(self._bucket, self._prefix, self._exchange)
+        self.settings = GcsSettings(self._bucket, prefix, self._exchange)
         self._retention = GcsRetention(
             options.lock, self.settings.has_lock, self._clock, self._json
         )
 
-    # ------------------------------------------------------------ small objects
-
-    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
-        with self._creating(key) if if_absent else nullcontext():
-            self._send(f"put {key}", key, Body(data), _ABSENT if if_absent else {})
-
-    def get(self, key: str) -> bytes:
-        sink = BytesSink(GET_BYTES_MAX)
-        response = self._xml(f"get {key}", "GET", key, sink=sink)
-        if response.status != 200:
-            raise Permanent(
-                f"get {key} in {self.url}: HTTP {response.status} is not a complete object"
-            )
-        return bytes(sink.data)
-
     def head(self, key: str) -> ObjectInfo | None:
         found = self._metadata(key)
         return found[0] if found is not None else None
-
-    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        return listed(prefix, lambda token: self.page(prefix, token, after=after), after)
-
-    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
-        return self._list_page(prefix, token, after=after)
 
     def folders(self, prefix: str, token: str | None) -> Folders:
         fields = {"delimiter": "/", "fields": "kind,prefixes,nextPageToken"}
@@ -103,55 +75,21 @@ class GcsStore:
             if self._metadata(key) is not None:
                 raise Changed(str(other)) from other
 
-    def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
-        return delete_each(self, infos, threads=_DELETE_THREADS)
-
     def lock(self, key: str) -> float | None:
         return self._retention.extend(key)
 
-    # ------------------------------------------------------------ chunks
-
-    def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
-        body, what = Body(data, moved), f"create {key}"
-        try:
-            with self._creating(key):
-                self._send(what, key, body, _ABSENT)
-        except Exists:
-            # If the bytes match, our write succeeded and only the reply was lost.
-            found = self._metadata(key)
-            if found is None or found[0].size_bytes != body.size_bytes:
-                raise
-            if found[1] is None:
-                raise Permanent(
-                    f"{what}: the store returned no checksum", hint=_UNVERIFIED
-                ) from None
-            if found[1] != body.crc32c:
-                raise
-
-    def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
-        if not size_bytes:
-            return
-        what = f"get {key}"
-        span = f"{offset}-{offset + size_bytes - 1}"
-        response = self._xml(what, "GET", key, headers={"range": f"bytes={span}"}, sink=sink)
-        range_ = response.headers.get("content-range", "")
-        if response.status != 206 or not range_.startswith(f"bytes {span}/"):
-            raise Permanent(f"{what} in {self.url}: bytes {span} are not within the object")
-
-    # ------------------------------------------------------------ the bucket
-
-    def check(self) -> None:
-        self._list_page("", page_size=1)
-
-    def warm(self) -> None:
-        self.renew_credentials()
-        self.check()
-
-    def renew_credentials(self) -> None:
-        """Renew a token that expires soon; raises Permanent if there are no credentials."""
-        self._access.renew_credentials()
-
     # ------------------------------------------------------------ requests
+
+    def _read(self, key: str, headers: Mapping[str, str], sink: Sink) -> Response:
+        return self._xml(f"get {key}", "GET", key, headers=headers, sink=sink)
+
+    def _holds(self, key: str, body: Body) -> bool:
+        found = self._metadata(key)
+        if found is None or found[0].size_bytes != body.size_bytes:
+            return False
+        if found[1] is None:
+            raise Permanent(f"create {key}: the store returned no checksum", hint=_UNVERIFIED)
+        return found[1] == body.crc32c
 
     def _metadata(self, key: str) -> tuple[ObjectInfo, int | None] | None:
         """The object and its CRC32C; None if it does not exist."""
@@ -160,36 +98,27 @@ class GcsStore:
             response = self._json(f"head {key}", "GET", key, fields)
         except NotFound:
             # Object and bucket have the same 404: a listing raises NotFound if the bucket is missing.
-            self._list_page(key, page_size=1)
+            self.page(key, None, items=1)
             return None
         with responses.complete(f"head {key}"):
             return responses.json_metadata(response, self._prefix, key)
 
-    def _list_page(
-        self,
-        prefix: str,
-        token: str | None = None,
-        *,
-        after: str = "",
-        page_size: int = responses.PAGE_ITEMS,
+    def page(
+        self, prefix: str, token: str | None, *, after: str = "", items: int | None = None
     ) -> Page:
         fields = {"fields": f"kind,items({_INFO_FIELDS}),nextPageToken"}
         if after:
             fields["startOffset"] = self._prefix + after  # also lists this key itself
-        response = self._listing(prefix, token, fields, page_size)
+        response = self._listing(prefix, token, fields, items)
         with responses.complete(f"list {prefix}"):
             return responses.json_objects(response, self._prefix, prefix)
 
     def _listing(
-        self,
-        prefix: str,
-        token: str | None,
-        more: Mapping[str, str],
-        page_size: int = responses.PAGE_ITEMS,
+        self, prefix: str, token: str | None, more: Mapping[str, str], items: int | None = None
     ) -> Response:
         parameters = {
             "prefix": self._prefix + prefix,
-            "maxResults": str(page_size),
+            "maxResults": str(items or responses.PAGE_ITEMS),
             **more,
         }
         if token is not None:
@@ -243,14 +172,14 @@ class GcsStore:
         self._clock.observe(response.headers.get("date", ""))
         return response
 
-    def _send(self, what: str, key: str, body: Body, condition: Mapping[str, str]) -> None:
-        """PUT ``body`` with a checksum that the store verifies."""
+    def _put(self, key: str, body: Body, *, if_absent: bool) -> None:
+        what = f"put {key}"
         headers = {
-            **condition,
+            **(_ABSENT if if_absent else {}),
             **self._retention.headers(key),
             _HASH: f"crc32c={crc32c_base64(body.crc32c)}",
         }
-        with self._retention.explained(key):
+        with self._creating(key) if if_absent else nullcontext(), self._retention.explained(key):
             response = self._xml(what, "PUT", key, headers=headers, body=body)
         with responses.complete(what):
             responses.etag_of(response.headers)
@@ -261,16 +190,3 @@ class GcsStore:
             )
         if reported != body.crc32c:
             raise Transient(f"{what} in {self.url}: the store has other bytes than were sent")
-
-    @contextmanager
-    def _creating(self, key: str) -> Iterator[None]:
-        """Around a create-if-absent: raise Exists if the object exists, in place of Forbidden.
-
-        GCS requires the right to delete for an overwrite.  Without it, the status can be 403 instead of 412.
-        """
-        try:
-            yield
-        except Forbidden as error:
-            if self._metadata(key) is None:
-                raise
-            raise Exists(str(error)) from error

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from swansong_bucket.errors import Exists, Forbidden, NotFound, Permanent, StoreError, Transient
-from swansong_bucket.stores.base import Body, Sink, is_certificate_problem, named
+from swansong_bucket.errors import Exists, NotFound, Permanent, StoreError, Transient
+from swansong_bucket.stores.base import Body, Sink
 from swansong_bucket.stores.credentials import CredentialCache
 from swansong_bucket.stores.http.client import Response, Wire
 from swansong_bucket.stores.options import ENDPOINT, Addressing, S3Options
+from swansong_bucket.stores.remote import refusal, translated, wire_to
 from swansong_bucket.stores.responses import one_line, xml_text
 from swansong_bucket.stores.s3.sigv4 import (
     EMPTY_PAYLOAD,
@@ -29,13 +31,11 @@ from swansong_bucket.stores.s3.sigv4 import (
     encoded_query,
     signed_headers,
 )
-from swansong_bucket.util.http1 import retry_after_s
 
 _SAMPLE_KEY = "k"
 _HOST_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 """Bucket names that a certificate's wildcard matches: without dots."""
 _REGION_NAME = re.compile(r"[a-z0-9-]{1,40}")
-_STALL_S = 3.0
 _UNUSED_KEYS = {"aws_access_key_id": "unused", "aws_secret_access_key": "unused"}
 """For presigned URLs that are only parsed, never requested."""
 
@@ -125,7 +125,7 @@ class S3Access:
         self._credentials = CredentialCache(
             "S3", load=self._load_credentials, fetch=_aws_credentials, has_expired=_has_expired
         )
-        self._ca_bundle = str(options.ca_bundle) if options.ca_bundle is not None else None
+        self._trusted: str | None = None
         self._route_lock = threading.Lock()
         self._known_route: Route | None = None
 
@@ -209,14 +209,7 @@ class S3Access:
             "find the address of the bucket", "Check table [store] of the configuration"
         ):
             endpoint, base_path, region = self._address()
-        wire = Wire(
-            endpoint,
-            connections=self._options.connections,
-            ca_bundle=self._ca_bundle,
-            connect_timeout_s=self._options.connect_timeout_s,
-            stall_s=min(_STALL_S, self._options.read_timeout_s),
-            first_byte_s=self._options.read_timeout_s,
-        )
+        wire = wire_to(endpoint, self._options, self._trusted)
         return Route(wire, endpoint, base_path, region)
 
     # ------------------------------------------------------------ botocore
@@ -227,7 +220,7 @@ class S3Access:
         from botocore.config import Config  # noqa: PLC0415
 
         session = botocore.session.Session(profile=self._options.profile)
-        self._ca_bundle = self._ca_bundle or session.get_config_variable("ca_bundle")
+        self._trusted = session.get_config_variable("ca_bundle")
         given, region, style = self._options.endpoint, self._region, self._addressing_style()
         if given and ENDPOINT.fullmatch(given) and region and style == "path":
             return given, f"/{self._bucket}", region  # a client of botocore reads 2 MB of models
@@ -312,47 +305,35 @@ def _has_expired(found: Any) -> bool:
 
 def _message(response: Response, code: str) -> str:
     status = str(response.status)
-    refusal = status if code == status else f"{status} {one_line(code, 80)}"
-    return ": ".join(filter(None, (refusal, one_line(xml_text(response.body, "Message"), 200))))
+    head = status if code == status else f"{status} {one_line(code, 80)}"
+    return ": ".join(filter(None, (head, one_line(xml_text(response.body, "Message"), 200))))
 
 
 def _refusal(response: Response, code: str) -> StoreError:
     """The error of the contract for a response with an error status."""
-    status = response.status
     message, hint = _message(response, code), _HINTS.get(code, "")
-    if status == 404 or code in ("NoSuchBucket", "NoSuchKey"):
+    if code in ("NoSuchBucket", "NoSuchKey"):
         return NotFound(message, hint=hint)
-    if status == 412 or code == "PreconditionFailed":
+    if code == "PreconditionFailed":
         return Exists(message)
-    if status in (405, 501):
+    if code == "InvalidRequest" and response.status == 400:
+        return Invalid(message, hint=hint)
+    if response.status in (405, 501):
         return Unsupported(message, hint=_UNSUPPORTED)
-    if code in _TRANSIENT_CODES or status in (408, 409, 429) or status >= 500:
-        return Transient(message, hint=hint, retry_after_s=retry_after_s(response.headers))
-    kind = Invalid if code == "InvalidRequest" else Forbidden if status == 403 else Permanent
-    return kind(message, hint=hint)
+    return refusal(response, message, hint, is_transient=code in _TRANSIENT_CODES)
 
 
-@contextmanager
-def errors_of(what: str, hint: str) -> Iterator[None]:
+def errors_of(what: str, hint: str) -> AbstractContextManager[None]:
     """Turn errors of botocore and its plug-ins into errors of the contract."""
-    try:
-        with named(what):
-            yield
-    except StoreError:
-        raise
-    except Exception as error:  # botocore does not check what a credential_process prints
-        raise _classified(error, what, hint) from error
+    return translated(what, partial(_classified, hint=hint))
 
 
-def _classified(error: Exception, what: str, hint: str) -> StoreError:
+def _classified(error: Exception, message: str, hint: str) -> StoreError:
     """The error of the contract for one of botocore's, urllib3's or the system's, by its type."""
     from botocore import exceptions as of  # noqa: PLC0415
     from botocore.parsers import ResponseParserError  # noqa: PLC0415
     from urllib3.exceptions import HTTPError  # noqa: PLC0415
 
-    message = f"{what}: {error!s:.300}"
-    if is_certificate_problem(error):
-        return Permanent(message, hint="The store's certificate is not trusted on this VM")
     network = (
         of.HTTPClientError, of.ConnectionError, of.IncompleteReadError, ResponseParserError,
         of.MetadataRetrievalError, HTTPError, OSError,

@@ -1,36 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """The store contract on S3 and compatible stores.
 
-The wire sends each request once; retries and deadlines belong to the caller.  Every write contains a CRC32C
-that the store verifies.
+Every write contains a CRC32C that the store verifies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from xml.etree import ElementTree as ET
 
-from swansong_bucket.errors import Changed, Exists, Locked, NotFound, Permanent, Transient
+from swansong_bucket.errors import Changed, Exists, Locked, NotFound, Transient
 from swansong_bucket.stores import responses
 from swansong_bucket.stores.base import (
-    GET_BYTES_MAX,
     Body,
-    BytesSink,
     Folders,
-    Moved,
     ObjectInfo,
     Page,
     Sink,
     bucket_and_prefix,
     delete_each,
     expect_few,
-    ignore_moved,
-    listed,
     named,
 )
 from swansong_bucket.stores.checksums import crc32c_base64
 from swansong_bucket.stores.http.client import Response
 from swansong_bucket.stores.options import S3Options
+from swansong_bucket.stores.remote import RemoteStore
 from swansong_bucket.stores.retention import StoreClock
 from swansong_bucket.stores.s3.access import S3Access, S3Request, Unsupported
 from swansong_bucket.stores.s3.retention import S3Retention, signed_document
@@ -43,7 +38,7 @@ _ABSENT = {"if-none-match": "*"}
 _RETENTION_THREADS = 8
 
 
-class S3Store:
+class S3Store(RemoteStore):
     """A bucket, or a prefix in one.
 
     Args:
@@ -51,44 +46,24 @@ class S3Store:
     """
 
     def __init__(self, url: str, options: S3Options) -> None:
-        self.url = url
-        bucket, self._prefix = bucket_and_prefix(url)
+        bucket, prefix = bucket_and_prefix(url)
         self._access = S3Access(bucket, options)
+        super().__init__(url, prefix, self._access.renew_credentials)
         self._clock = StoreClock(self.check)
-        self.settings = S3Settings(bucket, self._prefix, self._call)
+        self.settings = S3Settings(bucket, prefix, self._call)
         self._retention = S3Retention(
             options.lock, self.settings.has_lock, self._clock, self._call, bucket
         )
-
-    # ------------------------------------------------------------ small objects
-
-    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
-        self._put(key, Body(data), _ABSENT if if_absent else {})
-
-    def get(self, key: str) -> bytes:
-        sink = BytesSink(GET_BYTES_MAX)
-        response = self._call("GetObject", "GET", key, sink=sink)
-        if response.status != 200:
-            raise Permanent(
-                f"GetObject {key} in {self.url}: HTTP {response.status} is not a complete object"
-            )
-        return bytes(sink.data)
 
     def head(self, key: str) -> ObjectInfo | None:
         try:
             response = self._call("HeadObject", "HEAD", key)
         except NotFound:
             # Object and bucket have the same 404: a listing raises NotFound if the bucket is missing.
-            self._list_page(key, max_keys=1)
+            self.page(key, None, items=1)
             return None
         with responses.complete(f"HeadObject {key}"):
             return responses.head_info(response, key)
-
-    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        return listed(prefix, lambda token: self.page(prefix, token, after=after), after)
-
-    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
-        return self._list_page(prefix, token, after=after)
 
     def folders(self, prefix: str, token: str | None) -> Folders:
         response = self._listing(prefix, token, {"delimiter": "/"})
@@ -160,72 +135,26 @@ class S3Store:
         parallel(infos, ask, threads=_RETENTION_THREADS)
         return found
 
-    # ------------------------------------------------------------ chunks
-
-    def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
-        body = Body(data, moved)
-        try:
-            self._put(key, body, _ABSENT)
-        except Exists:
-            # If the bytes match, our write succeeded and only the reply was lost.
-            is_ours = self._holds(key, body)
-            if is_ours is None:
-                self._put(key, body, {})
-            elif not is_ours:
-                raise
-
-    def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
-        if not size_bytes:
-            return
-        span = f"{offset}-{offset + size_bytes - 1}"
-        response = self._call(
-            "GetObject", "GET", key, headers={"range": f"bytes={span}"}, sink=sink
-        )
-        range_ = response.headers.get("content-range", "")
-        if not range_.startswith(f"bytes {span}/"):  # some send it with status 200
-            raise Permanent(
-                f"get {key}: {size_bytes} bytes from {offset} are not within the object"
-            )
-
-    # ------------------------------------------------------------ the bucket
-
-    def check(self) -> None:
-        self._list_page("", max_keys=1)
-
-    def warm(self) -> None:
-        self.renew_credentials()
-        self.check()
-
-    def renew_credentials(self) -> None:
-        """Renew credentials that expire soon; raises Permanent if there are none."""
-        self._access.renew_credentials()
-
     # ------------------------------------------------------------ requests
 
-    def _list_page(
-        self,
-        prefix: str,
-        token: str | None = None,
-        *,
-        after: str = "",
-        max_keys: int = responses.PAGE_ITEMS,
+    def _read(self, key: str, headers: Mapping[str, str], sink: Sink) -> Response:
+        return self._call("GetObject", "GET", key, headers=headers, sink=sink)
+
+    def page(
+        self, prefix: str, token: str | None, *, after: str = "", items: int | None = None
     ) -> Page:
         start = {"start-after": self._prefix + after} if after and token is None else {}
-        response = self._listing(prefix, token, start, max_keys)
+        response = self._listing(prefix, token, start, items)
         with responses.complete(f"ListObjectsV2 {prefix}"):
             return responses.objects(response, self._prefix, prefix)
 
     def _listing(
-        self,
-        prefix: str,
-        token: str | None,
-        more: Mapping[str, str],
-        max_keys: int = responses.PAGE_ITEMS,
+        self, prefix: str, token: str | None, more: Mapping[str, str], items: int | None = None
     ) -> Response:
         parameters = {
             "encoding-type": "url",
             "list-type": "2",
-            "max-keys": str(max_keys),
+            "max-keys": str(items or responses.PAGE_ITEMS),
             "prefix": self._prefix + prefix,
             **more,
         }
@@ -234,10 +163,6 @@ class S3Store:
         return self._call("ListObjectsV2", "GET", None, parameters)
 
     def _holds(self, key: str, body: Body) -> bool | None:
-        """Whether the store has an object with this key and the size and CRC32C of ``body``.
-
-        None if the size matches and the store returns no checksum.
-        """
         headers = {"x-amz-checksum-mode": "ENABLED"}
         try:
             response = self._call("HeadObject", "HEAD", key, headers=headers)
@@ -249,10 +174,10 @@ class S3Store:
         reported = response.headers.get(_CHECKSUM)
         return None if reported is None else reported == crc32c_base64(body.crc32c)
 
-    def _put(self, key: str, body: Body, condition: Mapping[str, str]) -> None:
-        """PUT ``body`` with a checksum that the store verifies."""
+    def _put(self, key: str, body: Body, *, if_absent: bool) -> None:
         is_tls = self._access.route().is_tls
         checksum = crc32c_base64(body.crc32c)
+        condition = _ABSENT if if_absent else {}
         headers = {_CHECKSUM: checksum, **condition, **self._retention.headers(key)}
         payload = UNSIGNED_PAYLOAD if is_tls else body.sha256()
         with self._retention.explained(key):

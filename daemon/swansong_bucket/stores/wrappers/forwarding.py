@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from swansong_bucket.stores.base import (
     Folders,
@@ -13,12 +14,13 @@ from swansong_bucket.stores.base import (
     Page,
     Sink,
     ignore_moved,
-    listed,
 )
 
+T = TypeVar("T")
 
-class Forwarding:
-    """The same store.  A subclass overrides the calls that it changes; ``list`` calls its own ``page``.
+
+class Forwarding(ObjectStore):
+    """The same store.  A subclass overrides the calls that it changes, or ``_try`` to change all.
 
     Args:
         store: the inner store.
@@ -28,41 +30,47 @@ class Forwarding:
         self.url = store.url
         self._store = store
 
+    def _try(self, call: str, attempt: Callable[[], T]) -> T:  # noqa: ARG002 - for subclasses
+        """Perform one call.  ``list`` performs one for each page.
+
+        Args:
+            call: names it in messages.
+            attempt: performs it.
+        """
+        return attempt()
+
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
-        self._store.put(key, data, if_absent=if_absent)
+        self._try(f"put {key}", lambda: self._store.put(key, data, if_absent=if_absent))
 
     def get(self, key: str) -> bytes:
-        return self._store.get(key)
+        return self._try(f"get {key}", lambda: self._store.get(key))
 
     def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
-        self._store.get_range(key, offset, size_bytes, sink)
+        self._try(f"get {key}", lambda: self._store.get_range(key, offset, size_bytes, sink))
 
     def head(self, key: str) -> ObjectInfo | None:
-        return self._store.head(key)
-
-    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        return listed(prefix, lambda token: self.page(prefix, token, after=after), after)
+        return self._try(f"head {key}", lambda: self._store.head(key))
 
     def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
-        return self._store.page(prefix, token, after=after)
+        return self._try(f"list {prefix}", lambda: self._store.page(prefix, token, after=after))
 
     def folders(self, prefix: str, token: str | None) -> Folders:
-        return self._store.folders(prefix, token)
+        return self._try(f"list {prefix}", lambda: self._store.folders(prefix, token))
 
     def delete(self, key: str, *, if_tag: str = "") -> None:
-        self._store.delete(key, if_tag=if_tag)
+        self._try(f"delete {key}", lambda: self._store.delete(key, if_tag=if_tag))
 
     def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
-        return self._store.delete_many(infos)
+        return self._try(f"delete {len(infos)} objects", lambda: self._store.delete_many(infos))
 
     def lock(self, key: str) -> float | None:
-        return self._store.lock(key)
+        return self._try(f"lock {key}", lambda: self._store.lock(key))
 
     def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
-        self._store.create(key, data, moved=moved)
+        self._try(f"create {key}", lambda: self._store.create(key, data, moved=moved))
 
     def check(self) -> None:
-        self._store.check()
+        self._try("check", self._store.check)
 
     def warm(self) -> None:
-        self._store.warm()
+        self._try("warm", self._store.warm)

@@ -11,25 +11,14 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from random import SystemRandom
-from typing import TypeVar
 
 import structlog
 
 from swansong_bucket.errors import StoreError, Transient
-from swansong_bucket.stores.base import (
-    Folders,
-    Moved,
-    ObjectInfo,
-    ObjectStore,
-    Page,
-    Sink,
-    ignore_moved,
-    listed,
-)
-
-T = TypeVar("T")
+from swansong_bucket.stores.base import Moved, ObjectStore, ignore_moved
+from swansong_bucket.stores.wrappers.forwarding import Forwarding, T
 
 _BACKOFF_S_FIRST = 0.1
 _BACKOFF_S_MAX = 2.0
@@ -42,7 +31,7 @@ _log = structlog.get_logger(__name__)
 _random = SystemRandom()
 
 
-class Retrying:
+class Retrying(Forwarding):
     """The same store, with retries of calls that failed with Transient.
 
     The backoff is random, with full jitter.  Its bound doubles from 0.1 s to 2 s (0.5 s while there is a
@@ -63,50 +52,18 @@ class Retrying:
         self,
         store: ObjectStore,
         *,
-        give_up_mono_s: Callable[[], float | None],
+        give_up_mono_s: Callable[[], float | None] = lambda: None,
         stop: threading.Event,
         budget_s: float | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         attempted: Callable[[float, StoreError | None], None] = lambda _began_mono_s, _error: None,
     ) -> None:
-        self.url = store.url
-        self._store = store
+        super().__init__(store)
         self._give_up_mono_s = give_up_mono_s
         self._stop = stop
         self._budget_s = budget_s
         self._monotonic = monotonic
         self._attempted = attempted
-
-    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
-        self._try(f"put {key}", lambda: self._store.put(key, data, if_absent=if_absent))
-
-    def get(self, key: str) -> bytes:
-        return self._try(f"get {key}", lambda: self._store.get(key))
-
-    def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
-        self._try(f"get {key}", lambda: self._store.get_range(key, offset, size_bytes, sink))
-
-    def head(self, key: str) -> ObjectInfo | None:
-        return self._try(f"head {key}", lambda: self._store.head(key))
-
-    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        # Page by page: a retry requests only the page that failed.
-        return listed(prefix, lambda token: self.page(prefix, token, after=after), after)
-
-    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
-        return self._try(f"list {prefix}", lambda: self._store.page(prefix, token, after=after))
-
-    def folders(self, prefix: str, token: str | None) -> Folders:
-        return self._try(f"list {prefix}", lambda: self._store.folders(prefix, token))
-
-    def delete(self, key: str, *, if_tag: str = "") -> None:
-        self._try(f"delete {key}", lambda: self._store.delete(key, if_tag=if_tag))
-
-    def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
-        return self._try(f"delete {len(infos)} objects", lambda: self._store.delete_many(infos))
-
-    def lock(self, key: str) -> float | None:
-        return self._try(f"lock {key}", lambda: self._store.lock(key))
 
     def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
         moved_bytes = 0
@@ -122,12 +79,6 @@ class Retrying:
             self._store.create(key, data, moved=count)
 
         self._try(f"create {key}", attempt)
-
-    def check(self) -> None:
-        self._try("check", self._store.check)
-
-    def warm(self) -> None:
-        self._try("warm", self._store.warm)
 
     def _try(self, call: str, attempt: Callable[[], T]) -> T:
         began_mono_s = self._monotonic()
