@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from swansong._torch.changes import count_of
 from swansong._torch.order import STEPS_MAX
 from swansong.torch import ResumableLoader, TrainingState
 from torch import nn
@@ -421,9 +422,9 @@ def test_a_stateful_loader_without_a_generator_is_found(
     assert all(each.startswith("loader is a StatefulDataLoader") for each in found)
 
 
-class RaisesWhenCounted(Stateful):
+class RaisesWhenCounted(nn.Module):
     @property
-    def last_epoch(self) -> int:
+    def n_averaged(self) -> int:
         raise RuntimeError("not ready")
 
 
@@ -431,7 +432,19 @@ def test_an_object_that_raises_does_not_stop_the_training(attach: Attach) -> Non
     """The watch of the order reads counters of the script's objects, in the loop and in optimizer hooks."""
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    guard = attach(TrainingState(model, optimizer, clock=RaisesWhenCounted(1)))
+    guard = attach(TrainingState(model, optimizer, average=RaisesWhenCounted()))
     for step in (1, 2, 3):
         optimizer.step()
         guard.step(step)
+
+
+def test_only_attributes_are_counters() -> None:
+    """A metric of ignite accepts any name in ``getattr()``, and formats the stack for each."""
+    asked: list[str] = []
+
+    class AcceptsAnyName:
+        def __getattr__(self, name: str) -> None:
+            asked.append(name)
+
+    assert count_of(AcceptsAnyName()) is not None
+    assert not asked

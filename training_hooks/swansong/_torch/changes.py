@@ -60,10 +60,11 @@ def _count(item: Any) -> Any:
         return steps_of(item)
     if isinstance(item, torch.nn.Module):
         return sum(map(version, item.parameters())) + version(getattr(item, "n_averaged", None))
-    attributes = getattr(item, "__dict__", {})  # some objects accept any name in getattr()
+    # getattr() of a metric of ignite accepts any name, and formats the stack for each.
+    attributes = getattr(item, "__dict__", {})
     parts = item.parts if isinstance(item, Parts) else [attributes.get("scheduler")]
     return (
-        [value for name in _COUNTERS if type(value := getattr(item, name, None)) is int],
-        [version(getattr(item, name, None)) for name in _COUNTING_TENSORS],
+        [value for name in _COUNTERS if type(value := attributes.get(name)) is int],
+        [version(attributes.get(name)) for name in _COUNTING_TENSORS],
         [_count(part) for part in parts if part is not None and part is not item],
     )
