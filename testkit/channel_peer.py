@@ -12,7 +12,6 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from structlog.testing import CapturingLogger
@@ -57,12 +56,7 @@ class RunningChannel:
         self.channel.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.channel.close()
         shutil.rmtree(self.directory)
 

@@ -9,7 +9,6 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 from swansong import fields, layout, protocol
@@ -130,12 +129,7 @@ class FakeDaemon:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _accept(self, listener: socket.socket) -> None:

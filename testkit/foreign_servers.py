@@ -27,7 +27,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from email.utils import formatdate
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 from urllib.parse import parse_qsl, urlsplit
 
@@ -103,12 +102,7 @@ class ForeignServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
 
 

@@ -9,7 +9,6 @@ import os
 import shutil
 import struct
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import pytest
 import swansong
 
 from testkit import REPOSITORY
+from testkit.warm import python_of
 
 DAEMON, TRAINER, MEMBER, OUTSIDER = 12000, 12001, 12002, 12003
 GROUP = 12100
@@ -61,8 +61,9 @@ class UserProcess:
     """
 
     def __init__(self, script: str, *arguments: Any, uid: int, gid: int = GROUP) -> None:
+        python = python_of(os.environ["SWANSONG_TEST_WARM"], "torch")
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _PRELUDE + script, json.dumps([uid, gid, arguments])],
+            [python, "-c", _PRELUDE + script, json.dumps([uid, gid, arguments])],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (HOOKS, REPOSITORY)))},
             cwd="/",
             stdin=subprocess.PIPE,
@@ -93,6 +94,9 @@ class UserProcess:
 
     def __exit__(self, *_: object) -> None:
         self.process.kill()
+        # The warm Python kills the script, which must not see the end of its input before.
+        assert self.process.stdout is not None
+        self.process.stdout.read()
         self.process.communicate()
 
 

@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from testkit.nspawn.build import run
@@ -81,12 +80,7 @@ class Podman:
         assert self._machine.stdout.readline() == b"up\n"
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._machine is not None
         with suppress(AssertionError, subprocess.TimeoutExpired):
             self.run("pod", "rm", "--all", "--force", "--time", "0")  # with their control groups

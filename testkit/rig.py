@@ -15,10 +15,9 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from swansong_bucket.errors import Unreachable
@@ -30,6 +29,7 @@ from testkit.waiting import until
 from testkit.warm import WarmProcess, descendants, kill
 
 BIN = Path(sys.executable).parent
+WITH_CONSTANTS = Path(__file__).with_name("with_constants.py")
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "test",
     "AWS_SECRET_ACCESS_KEY": "test",
@@ -82,16 +82,20 @@ class Lines:
 
     def wait(self, timeout_s: float = 60.0, **facts: Any) -> dict[str, Any]:
         """The first line with these fields; waits for it."""
+        seen = 0
 
         def found() -> dict[str, Any] | None:
-            return next(iter(self.all(**facts)), None)
+            nonlocal seen
+            new, seen = self._lines[seen:], len(self._lines)
+            return next((line for line in new if facts.items() <= line.items()), None)
 
-        try:
-            line = until(found, timeout_s=timeout_s, what=str(facts))
-        except AssertionError as error:
+        with self._changed:
+            line = self._changed.wait_for(found, timeout_s)
+        if line is None:
             newest = "\n".join(self.raw[-30:])
-            raise AssertionError(f"{error}; the newest lines are\n{newest}") from None
-        assert line is not None
+            raise AssertionError(
+                f"no line with {facts} in {timeout_s} s; the newest lines are\n{newest}"
+            )
         return line
 
     def drained(self) -> None:
@@ -100,7 +104,7 @@ class Lines:
 
 
 class Process:
-    """A process with JSON lines on one of its streams.
+    """A process with JSON lines on one of its streams, or on both.
 
     Args:
         warm: path of a warm Python that forks the process, if the command is one of Python.
@@ -112,7 +116,11 @@ class Process:
         reads, writes = os.pipe()
         with open(os.devnull, "r+b") as null, open(writes, "wb") as pipe:
             nowhere, lines = null.fileno(), pipe.fileno()
-            streams = (nowhere, lines, 2) if lines_on == "stdout" else (nowhere, nowhere, lines)
+            streams = {
+                "stdout": (nowhere, lines, 2),
+                "stderr": (nowhere, nowhere, lines),
+                "both": (nowhere, lines, lines),
+            }[lines_on]
             self.popen = _start(command, streams, environment(**env), warm)
         self.pid = self.popen.pid
         self.lines = Lines(reads)
@@ -170,6 +178,7 @@ class Vm:
             the address of real clouds.
         settings: further tables of the configuration, which override the default ones.
         warm: path of a warm Python, which forks the processes of Python; see ``testkit/warm.py``.
+        constants: other values for constants of the daemon and of its commands, by ``MODULE.NAME``.
     """
 
     def __init__(
@@ -181,9 +190,11 @@ class Vm:
         metadata: tuple[str, str | None] | None = None,
         settings: dict[str, dict[str, Any]] | None = None,
         warm: str | None = None,
+        constants: Mapping[str, float] | None = None,
     ) -> None:
         self.disk = disk
         self.warm = warm
+        self.constants = constants
         self.staging = disk / "staging"
         self.staging.mkdir(exist_ok=True)
         self.run_directory = self.staging / run
@@ -213,8 +224,7 @@ class Vm:
 
     def start_daemon(self, *, ready: bool = True, **env: str) -> Process:
         """Start ``swansongd``; with ``ready``, wait until it has started."""
-        command = [str(BIN / "swansongd"), "--config", str(self.config)]
-        self.daemon = self.spawn(command, **{**CREDENTIALS, **env})
+        self.daemon = self.spawn(self._command("swansongd"), **{**CREDENTIALS, **env})
         if ready:
             try:
                 self.daemon.lines.wait(event="started")
@@ -234,11 +244,21 @@ class Vm:
         self.processes.append(process)
         return process
 
+    def _command(self, program: str) -> list[str]:
+        """The command line of a program of this VM."""
+        command = [str(BIN / program), "--config", str(self.config)]
+        if self.constants:
+            changed = [str(WITH_CONSTANTS), json.dumps(self.constants)]
+            return [sys.executable, *changed, *command]
+        return command
+
     def swansong(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Run one command of ``swansong`` on this VM."""
-        warm = [self.warm] if self.warm else []
+        command = self._command("swansong")
+        if self.warm:
+            command = [self.warm, *python_arguments(command)]
         return subprocess.run(
-            [*warm, str(BIN / "swansong"), "--config", str(self.config), *arguments],
+            [*command, *arguments],
             capture_output=True,
             text=True,
             timeout=60,
@@ -289,12 +309,7 @@ class Vm:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._kill_all()
 
     def _kill_all(self) -> None:

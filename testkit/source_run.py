@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 from typing import Any, Self
 
 import pytest
@@ -65,12 +64,7 @@ class SourceRun:
         self.thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop.set()
         self.thread.join(10)
         assert not self.thread.is_alive(), "the source did not stop"

@@ -7,7 +7,6 @@ import http.client
 import threading
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
@@ -67,11 +66,6 @@ class StoreTap:
             self._left, self._when, self._strike = request, when, strike
             self._methods = methods
 
-    @property
-    def is_armed(self) -> bool:
-        with self.lock:
-            return self._left > 0
-
     def forward(self, handler: BaseHTTPRequestHandler) -> None:
         body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
         counts = handler.command in self._methods
@@ -103,11 +97,6 @@ class StoreTap:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()

@@ -19,6 +19,7 @@ from swansong_bucket.stores.s3.store import S3Store
 from swansong_bucket.transfer.restore import restore
 from swansong_bucket.transfer.target import RestoreTarget
 
+from testkit.committed import tree
 from testkit.rig import control
 
 ACCOUNT = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
@@ -64,7 +65,7 @@ class Strict:
     def restored(self, place: Path) -> dict[str, bytes]:
         """Files of the newest whole commit, restored as by a new VM."""
         restore(self.store, RunKeys("run"), RestoreTarget(place))
-        return {str(p.relative_to(place)): p.read_bytes() for p in place.rglob("*") if p.is_file()}
+        return tree(place)
 
     def chunks_sent(self) -> Counter[str]:
         """Number of requests for each chunk since the last ``clear``, by digest."""

@@ -9,7 +9,6 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 import pytest
@@ -88,10 +87,5 @@ class Terminal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

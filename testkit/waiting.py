@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
+SELDOM_S = 0.1
+"""Longest interval between two calls of a predicate that asks for none."""
 
 
 def is_running(pid: int) -> bool:
@@ -23,18 +25,20 @@ def is_running(pid: int) -> bool:
 def until(
     predicate: Callable[[], T], *, timeout_s: float = 60.0, what: str = "", every_s: float = 0.01
 ) -> T:
-    """The first truthy value of ``predicate``, which is called at this interval.
+    """The first truthy value of ``predicate``, which is called at this interval, and later less often.
 
     Raises:
         AssertionError: there was none within ``timeout_s``; names the condition.
     """
-    end = time.monotonic() + timeout_s
+    began = time.monotonic()
     while True:
         value = predicate()
         if value:
             return value
-        assert time.monotonic() < end, f"timed out after {timeout_s} s: {what or predicate}"
-        time.sleep(every_s)
+        waited_s = time.monotonic() - began
+        assert waited_s < timeout_s, f"timed out after {timeout_s} s: {what or predicate}"
+        # A predicate that asks a server for seconds would take a large part of a core.
+        time.sleep(max(every_s, min(waited_s / 20, SELDOM_S)))
 
 
 def in_threads(count: int, work: Callable[[int], T]) -> list[T]:

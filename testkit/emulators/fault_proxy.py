@@ -12,7 +12,6 @@ import socket
 import struct
 import threading
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Literal, Self
 from urllib.parse import urlsplit
 
@@ -81,12 +80,7 @@ class FaultProxy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _begin(self, fault: _Fault, *, listen: bool = True) -> None:

@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 import threading
-from types import TracebackType
 from typing import Self
 
 from testkit import REPOSITORY
@@ -54,12 +53,7 @@ class EmulatorProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
 
 

@@ -10,7 +10,6 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from testkit.nspawn.build import HERE, Layer, remove_groups
@@ -306,12 +305,7 @@ class Container:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.power_cut()
         for journal in self._journals:
             journal.close()

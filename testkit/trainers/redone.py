@@ -66,7 +66,7 @@ def main() -> None:
     pause, step = threading.Event(), first
     while True:
         for batch, target in loader:
-            pause.wait(0.02)
+            pause.wait(0.05)
             if forgets == "rates":
                 optimizer.param_groups[0]["lr"] = 0.01 / (1 + (step - first))
             moved = batch + 0.01 * torch.randn(batch.shape, generator=noise)

@@ -145,20 +145,37 @@ def test_an_example_trains_in_one_process(
 
 @pytest.mark.fault("T12")
 def test_transformers(tmp_path: Path, warm_frameworks: str) -> None:
-    """Two ranks save the same step, with accumulation; the resumed ranks first do the evaluation due then."""
+    """torchrun with accumulation: both ranks save the same step in an epoch, and the resumed ranks first do
+    the evaluation due then.  Losses and learning rates, which are in the log, are equal, too.
+    """
     report = check(
         tmp_path,
-        *(warm_frameworks, EXAMPLES / "with_transformers.py"),
+        *(warm_frameworks, *TORCHRUN, EXAMPLES / "with_transformers.py"),
         *("--windows", "256", "--output", tmp_path / "output"),
         steps=6,
         kill_at=[3],
         ranks=2,
-        ignoring=r"trainer_state\.json",
+        has_launcher=True,
+        ignoring=r"trainer_state\.json",  # its log contains clock times
     )
     assert report.saved_steps == [3]
     # Weights, their two configurations, optimizer, schedule, and of each rank the generators and a note.
     assert report.files >= 9
     assert list(tmp_path.glob("resumed/staging/*/rank-00001/checkpoint-6/rng_state_1.pth"))
+    log = _trainer_log(tmp_path / "resumed")
+    assert log == _trainer_log(tmp_path / "reference")
+    # Four optimizer steps make an epoch; the last checkpoint comes before the log of its step.
+    trained = [(entry["step"], entry["epoch"]) for entry in log if "learning_rate" in entry]
+    assert trained == [(step, step / 4) for step in range(1, 6)]
+    assert [entry["step"] for entry in log if "eval_loss" in entry] == [3]
+
+
+def _trainer_log(run: Path) -> list[dict[str, float]]:
+    """The Trainer's log in the last checkpoint, without clock times."""
+    (path,) = run.glob("staging/step-000000000006.*/rank-00000/checkpoint-6/trainer_state.json")
+    log = json.loads(path.read_text())["log_history"]
+    times = ("runtime", "per_second")
+    return [{name: entry[name] for name in entry if not name.endswith(times)} for entry in log]
 
 
 @pytest.mark.fault("T12")

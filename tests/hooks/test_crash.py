@@ -113,9 +113,7 @@ def final_files(partial: Path) -> list[Path]:
 
 
 @pytest.mark.fault("T03", "D05")
-@pytest.mark.parametrize(
-    ("durable", "survivor"), [("durable", -1), ("quick", -1), ("durable", 0), ("durable", 1)]
-)
+@pytest.mark.parametrize(("durable", "survivor"), [("durable", -1), ("quick", 0), ("quick", 1)])
 def test_whenever_it_dies_what_is_sealed_is_whole(
     tmp_path: Path, durable: str, survivor: int
 ) -> None:

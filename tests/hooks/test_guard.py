@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import os
 import socket
@@ -19,7 +18,7 @@ import pytest
 import swansong
 from swansong._checkpoint import restore
 from swansong._checkpoint.saver import SaveCost
-from swansong._daemon.channel import TICK_S, WATCHFUL_TICK_S, Channel
+from swansong._daemon.channel import TICK_S, WATCHFUL_TICK_S
 from swansong._daemon.progress import Reporter
 from swansong._ranks import agreement
 from swansong._ranks.agreement import Agreement
@@ -149,23 +148,6 @@ def test_a_daemon_that_starts_later_is_found(
         assert daemon.wait_for(Accepted).step == 5
         train(guard, counter, 6, 6)
         assert value_in(daemon.sealed()[0]) == 6
-
-
-def test_an_absent_daemon_is_logged_once(
-    attach: Attach,
-    counter: Counter,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Attempts to connect after the first write no log line."""
-    attempts: list[bool] = []
-    connect = Channel._connect
-    monkeypatch.setattr(Channel, "_connect", lambda self: attempts.append(connect(self)))
-    caplog.set_level(logging.INFO, "swansong")
-    attach({"counter": counter})
-    until(lambda: len(attempts) >= 3)
-    (line,) = caplog.messages
-    assert line.startswith("no swansongd at ")
 
 
 def test_a_forbidden_socket_is_explained(
@@ -325,19 +307,6 @@ def test_the_same_request_is_answered_again_and_not_saved_twice(
     assert len(daemon.sealed()) == 1
 
 
-def test_another_request_takes_another_checkpoint(
-    daemon: FakeDaemon, attach: Attach, counter: Counter
-) -> None:
-    """Each request id gets a separate checkpoint."""
-    guard = attach({"counter": counter}, stop_after_save=True)
-    guard.restore()
-    for number in (1, 2):
-        daemon.request(f"r{number}")
-        daemon.wait_for(Accepted, number)
-        train_until(guard, counter, lambda: len(daemon.sealed()) == len(daemon.all_of(Accepted)))
-    assert guard.should_stop
-
-
 @pytest.mark.fault("T09")
 @pytest.mark.parametrize("when", ["waiting for the target", "on the way to it", "after sealing"])
 def test_the_answer_is_repeated_to_a_restarted_daemon(
@@ -374,17 +343,6 @@ def test_the_answer_is_repeated_to_a_restarted_daemon(
     assert daemon.wait_for(Sealed).step == 5
     (directory,) = daemon.sealed()
     assert value_in(directory) == 5
-
-
-def test_a_request_in_a_long_pause_is_met_by_poll(
-    daemon: FakeDaemon, guard: swansong.Guard, counter: Counter
-) -> None:
-    """In a job of one rank, poll() saves the last completed step, without another step."""
-    train(guard, counter, 1, 5)
-    daemon.request()
-    until(lambda: guard.poll() is None and daemon.sealed())
-    assert value_in(daemon.sealed()[0]) == 5
-    assert daemon.wait_for(Sealed).request_id == "r1"
 
 
 def test_a_staged_step_is_not_saved_again(
@@ -778,22 +736,6 @@ def test_invalid_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------- restoring
 
 
-def test_a_run_is_restored(
-    daemon: FakeDaemon, attach: Attach, guard: swansong.Guard, counter: Counter
-) -> None:
-    """restore() loads the state and returns the number of completed steps."""
-    train(guard, counter, 1, 7)
-    guard.save(7)
-    guard.close()
-    daemon.restorable = lambda: (daemon.sealed()[0], 7)
-    fresh = Counter()
-    again = attach({"counter": fresh}, every_steps=5)
-    assert again.restore() == 7
-    assert fresh.value == 7
-    train(again, fresh, 8, 11)
-    assert [value_in(directory) for directory in daemon.sealed()] == [7, 10]
-
-
 def test_restore_from_a_directory(
     daemon: FakeDaemon, attach: Attach, counter: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -932,16 +874,6 @@ def test_limits_of_the_agreement() -> None:
         agreement.request(Request(f"r{number}", "test", seconds_left))
         assert agreement._active is not None
         assert agreement._active.limit_s == limit_s
-
-
-def test_reports_are_rare() -> None:
-    """The daemon receives at most one report a second, at any rate of ticks."""
-    said: list[Message] = []
-    reporter = Reporter(said.append, start_of())
-    begun_s = time.monotonic()
-    for step in range(1000):
-        reporter.tick(step, 1.0, SaveCost())
-    assert len(said) <= time.monotonic() - begun_s
 
 
 def test_the_first_new_step_is_reported_without_a_wait() -> None:

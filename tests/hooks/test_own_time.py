@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from swansong._torch import own_time
 from swansong._torch.own_time import OwnTime
 from torch import nn
@@ -33,13 +31,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-@pytest.fixture
-def _one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 class Slow(nn.Module):
     """Another time passes before the forward pass, as for the buffers of rank 0, than in it."""
 
@@ -62,7 +53,7 @@ def step(measured: OwnTime, clock: Clock, model: nn.Module) -> None:
     model(torch.ones(1, 2))  # of a second batch of the step
 
 
-@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.usefixtures("process_group")
 def test_batch_and_forward_pass_are_measured(clock: Clock) -> None:
     """Without the wait for buffers before it; the usual time is the median of the last nine."""
     slow = Slow(clock)
@@ -84,7 +75,7 @@ def test_batch_and_forward_pass_are_measured(clock: Clock) -> None:
     assert measured.usual_s() == pytest.approx(0.6)
 
 
-@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.usefixtures("process_group")
 def test_one_step_in_a_second_is_measured(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(clock)
     model = DistributedDataParallel(slow)
@@ -99,7 +90,7 @@ def test_one_step_in_a_second_is_measured(clock: Clock, monkeypatch: pytest.Monk
     assert 6 <= len(marks) <= 9
 
 
-@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.usefixtures("process_group")
 def test_a_forward_pass_in_which_ranks_wait_is_not_measured(clock: Clock) -> None:
     """Such as with SyncBatchNorm, or without DDP."""
     plain = Slow(clock)

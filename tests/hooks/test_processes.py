@@ -45,12 +45,6 @@ def digest_of(process: subprocess.Popen[str]) -> str:
     return str(json.loads(finish(process).splitlines()[-1])["weights_sha256"])
 
 
-@pytest.fixture(scope="module")
-def uninterrupted() -> str:
-    """Digest of the weights of an uninterrupted run."""
-    return digest_of(start("char_lm.py", "--steps", str(STEPS), "--pad-mb", "0.1"))
-
-
 @pytest.mark.fault("T03", "T15")
 def test_a_run_that_was_killed_twice_ends_with_the_same_bits(tmp_path: Path) -> None:
     """After two kills and resumes, model, optimizer, loader and generators have the same bits."""
@@ -64,18 +58,12 @@ def test_a_run_that_was_killed_twice_ends_with_the_same_bits(tmp_path: Path) -> 
     assert (report.saved_steps, report.losses) == ([9, 30], 50)
 
 
-def test_the_example_learns(uninterrupted: str) -> None:
-    """The loss falls, and another seed is another run."""
-    out = finish(start("char_lm.py", "--steps", str(STEPS), "--seed", "2"))
-    losses = [json.loads(line)["loss"] for line in out.splitlines()[:-1]]
-    assert losses[-1] < losses[0] - 0.8
-    assert uninterrupted not in out
-
-
 @pytest.mark.fault("T10")
-def test_the_example_with_only_a_signal_handler(tmp_path: Path, uninterrupted: str) -> None:
+def test_the_example_with_only_a_signal_handler(tmp_path: Path) -> None:
     """On SIGUSR1 it writes all files of checkpoint-N and continues; --resume ends with the same bits."""
-    common = ("--steps", str(STEPS), "--pad-mb", "0.1", "--checkpoints", str(tmp_path))
+    options = ("--steps", str(STEPS), "--pad-mb", "0.1")
+    uninterrupted = digest_of(start("char_lm.py", *options))
+    common = (*options, "--checkpoints", str(tmp_path))
     pid_file = tmp_path / "pid"
     quick = ("--step-delay-s", "0.02", "--file-delay-s", "0.01", "--pid-file", str(pid_file))
     trainer = start("usr1_trainer.py", *common, *quick)
@@ -93,12 +81,6 @@ def test_the_example_with_only_a_signal_handler(tmp_path: Path, uninterrupted: s
     assert 0 < step < STEPS
     resumed = start("usr1_trainer.py", *common, "--resume", str(checkpoint))
     assert digest_of(resumed) == uninterrupted
-
-
-def test_the_sonnets_are_fourteen_by_fourteen() -> None:
-    """Fourteen sonnets of fourteen lines, plain ASCII, and nothing else in the file."""
-    poems = (EXAMPLES / "sonnets.txt").read_text(encoding="ascii").rstrip("\n").split("\n\n")
-    assert [len(poem.splitlines()) for poem in poems] == [14] * 14
 
 
 FORKING = """

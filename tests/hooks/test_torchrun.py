@@ -194,7 +194,7 @@ class Agent:
             "is_host": int(is_host),
             "last_call_timeout": 2,
             "keep_alive_interval": 1,
-            "keep_alive_max_attempt": 8,
+            "keep_alive_max_attempt": 5,
         }
         rendezvous = ",".join(f"{name}={value}" for name, value in settings.items())
         self.popen = subprocess.Popen(
@@ -307,8 +307,10 @@ def test_a_torchrun_that_cannot_grow_causes_a_warning(
 
 LOADING = """
 import multiprocessing, os, signal, sys, swansong
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, _utils
 from swansong.torch import shield_worker
+
+_utils.worker.MP_STATUS_CHECK_INTERVAL = 0.2  # a worker looks for its parent at this interval
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a trainer that finishes its step first
 guard = swansong.attach(save=lambda d: None, load=lambda d: None)

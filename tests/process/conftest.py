@@ -39,6 +39,14 @@ def s3() -> Iterator[EmulatorProcess]:
         yield emulator
 
 
+@pytest.fixture(scope="session")
+def gcs() -> Iterator[EmulatorProcess]:
+    with EmulatorProcess(
+        "testkit.emulators.gcs_server", "--port", "0", "--bucket", "ckpt"
+    ) as emulator:
+        yield emulator
+
+
 @pytest.fixture
 def aws(imds: EmulatorProcess) -> Iterator[Aws]:
     """The instance metadata of the VM, without a notice."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from testkit.clouds import Aws, Bucket
+from testkit.committed import tree
 from testkit.waiting import until
 
 
@@ -38,11 +39,7 @@ def test_a_notice_becomes_a_commit_before_the_deadline(
 
     # The manifest lists exactly the files that the trainer sealed, byte for byte.
     (sealed,) = vm.run_directory.glob("step-*")
-    files = {
-        str(path.relative_to(sealed)): path.read_bytes()
-        for path in sealed.rglob("*")
-        if path.is_file()
-    }
+    files = tree(sealed)
     assert len(files) == 5  # three files of the trainer, the generators, and the rank manifest
     assert bucket.content(manifest) == files
 
@@ -86,48 +83,6 @@ def test_the_next_vm_ends_with_the_same_weights(
     assert trainer.lines.all()[0]["step"] == saved + 1
     assert 20 <= saved < 300
     assert trainer.lines.all()[-1] == {"weights_sha256": weights_after(300)}
-
-
-def test_large_files_travel_in_chunks(aws: Aws, bucket: Bucket, new_vm: Any, witness: str) -> None:
-    """Three files of 7 MB are sent as parallel chunks of 5 MiB, and come back with all their bytes."""
-    vm = new_vm(
-        "vm", bucket.store, metadata=aws.metadata, settings={"flush": {"chunk_bytes": "5MiB"}}
-    )
-    daemon = vm.start_daemon()
-    vm.start_trainer("--size-bytes", "7000000", script=witness).lines.wait(step=2)
-    aws.notice(in_s=60)
-    saved = daemon.lines.wait(event="verdict", verdict="SAFE")["step"]
-
-    sent = {
-        target for how, target in bucket.order("requests") if how == "PUT" and "/data/" in target
-    }
-    assert len(sent) >= 6
-    second = new_vm("second", bucket.store)
-    second.start_daemon()
-    resumed = second.start_trainer(script=witness).lines.wait(event="resumed")  # verifies each byte
-    assert resumed["from_step"] == saved
-
-
-def test_training_continues_after_a_withdrawn_notice(
-    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
-) -> None:
-    """EC2 withdraws the notice and training continues; the next notice leads to a checkpoint as well."""
-    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
-    daemon = vm.start_daemon()
-    trainer = vm.start_trainer(script=witness)
-    trainer.lines.wait(step=5)
-    aws.notice(in_s=30)
-    first = daemon.lines.wait(event="verdict", verdict="SAFE")
-
-    aws.withdraw()
-    daemon.lines.wait(event="notice_withdrawn")
-    report = vm.status()
-    assert (report["state"], report["notices"], report["evacuation"]) == ("IDLE", [], None)
-    trainer.lines.wait(step=first["step"] + 20)
-
-    aws.notice(in_s=40)
-    until(lambda: len(daemon.lines.all(event="verdict", verdict="SAFE")) == 2, what="the second")
-    assert [manifest["kind"] for manifest in bucket.manifests()] == ["emergency"] * 2
 
 
 @pytest.mark.fault("N09")

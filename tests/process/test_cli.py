@@ -38,7 +38,6 @@ from swansong_tools.commands.run_supervisor import EXIT_SAVED
 from swansongd.observe.status import DaemonStatus, from_json, to_json
 
 from testkit.committed import commit, file_store, flip_bit, object_path, tree
-from testkit.records import farewell
 from testkit.rig import BIN
 from testkit.waiting import until
 
@@ -170,14 +169,6 @@ def test_a_fresh_run_has_an_exit_code_of_its_own(place: Place) -> None:
     got = place.run_json("restore", "--to", str(place.to), "--fresh-ok")
     assert (got["step"], got["path"]) == (None, None)
     assert not place.to.exists()
-
-
-def test_a_run_whose_farewell_names_a_commit_is_not_fresh(place: Place) -> None:
-    """--fresh-ok fails with 17 when a farewell names a commit and the listing contains none."""
-    place.store.put("r/farewells/00000001-x.json", farewell(commit=CommitRef(1, 7)))
-    done = place.run("restore", "--to", str(place.to), "--fresh-ok")
-    assert done.returncode == 17
-    assert "r/farewells/00000001-x.json names generation 1 step 7" in done.stderr
 
 
 def test_a_run_with_only_damaged_commits_is_not_a_fresh_one(place: Place) -> None:

@@ -17,6 +17,7 @@ from swansong_bucket.transfer.restore import restore
 from swansong_bucket.transfer.target import RestoreTarget
 
 from testkit.clouds import Aws, Bucket
+from testkit.committed import tree
 from testkit.rig import CREDENTIALS, Process
 from testkit.staged import write_set
 from testkit.store_tap import StoreTap, When
@@ -117,10 +118,7 @@ def test_killed_at_any_request_restore_returns_the_old_or_the_new_checkpoint(
         daemon.lines.wait(event="committed", step=7)
         daemon.kill()
         new = write_set(vm.run_directory, step=8, nonce="new", ranks=1, health={"loss": 1.0})
-        sealed = {
-            step: {str(p.relative_to(d)): p.read_bytes() for p in d.rglob("*") if p.is_file()}
-            for step, d in ((7, old), (8, new))
-        }
+        sealed = {7: tree(old), 8: tree(new)}
 
         (vm.run_directory / ".swansongd" / "claim.json").unlink()  # the first request is the claim
         for request in itertools.count(1):
@@ -142,9 +140,7 @@ def test_killed_at_any_request_restore_returns_the_old_or_the_new_checkpoint(
                 )
             place = tmp_path / f"restored-{request}"
             restore(store, RunKeys("run"), RestoreTarget(place))
-            restored = {
-                str(p.relative_to(place)): p.read_bytes() for p in place.rglob("*") if p.is_file()
-            }
+            restored = tree(place)
             assert restored in sealed.values()
             if daemon.popen.poll() is None:
                 break

@@ -134,9 +134,16 @@ def examined(
     ],
 )
 def test_a_metadata_service_that_gives_no_token(
-    staging: Path, aws: Aws, fault: dict[str, Any], found: str, fix: str
+    monkeypatch: pytest.MonkeyPatch,
+    staging: Path,
+    aws: Aws,
+    *,
+    fault: dict[str, Any],
+    found: str,
+    fix: str,
 ) -> None:
     """The finding names the hop limit or the refusal, with its fix; the other paths are skipped."""
+    monkeypatch.setattr("swansong_tools.doctor.cloud.TIMEOUT_MAX_S", 1.0)
     control(aws.url, "invalidate-tokens")
     control(aws.url, "fault", **fault)
     findings = examined(staging, NO_STORE, aws, families=("network", "metadata"))
@@ -222,8 +229,12 @@ def test_doctor_does_not_create_the_store(staging: Path, tmp_path: Path) -> None
     assert not store.parent.exists()
 
 
-def test_a_silent_store_is_bounded_and_isolated(staging: Path, bucket: Bucket) -> None:
+def test_a_silent_store_is_bounded_and_isolated(
+    staging: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A store that accepts the connection and never answers fails its own check only."""
+    monkeypatch.setattr("swansong_tools.doctor.rehearsal._BUDGET_S", 0.5)
+    monkeypatch.setattr("swansong_tools.doctor.store._DATE_TIMEOUT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         store = {**bucket.store, "endpoint": address}

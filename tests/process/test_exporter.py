@@ -7,6 +7,7 @@ import json
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from typing import Any
@@ -15,17 +16,21 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as parsed
 
 from testkit.clouds import Aws, Bucket
-from testkit.rig import BIN, CREDENTIALS, Process
+from testkit.rig import BIN, CREDENTIALS, WITH_CONSTANTS, Process
 from testkit.waiting import until
 
 Samples = dict[tuple[str, ...], float]
+FAREWELL = {"swansongd.observe.accounting.LAST_FAREWELL_LEAD_S": 5.0}
+"""The last farewell is written this long before the deadline; without this constant 2 s before."""
 
 
 class Exporter:
     """``swansong exporter`` on a monitoring host: it has the address of the bucket, and no configuration."""
 
     def __init__(self, bucket: Bucket, warm: str) -> None:
-        command = [str(BIN / "swansong"), "exporter", "--listen", "127.0.0.1:0", "--interval", "5s"]
+        changed = json.dumps({"swansong_tools.commands.exporter.INTERVAL_S_MIN": 0.5})
+        command = [sys.executable, str(WITH_CONSTANTS), changed, str(BIN / "swansong"), "exporter"]
+        command += ["--listen", "127.0.0.1:0", "--interval", "500ms"]
         store = bucket.store
         for option in ("endpoint", "region"):
             command += [f"--{option}", store[option]]
@@ -48,7 +53,7 @@ class Exporter:
             found = self.scrape()
             return found.get((name, *labels)) == value
 
-        until(is_there, what=f"{name}{labels} == {value}")
+        until(is_there, every_s=0.1, what=f"{name}{labels} == {value}")
         return found
 
 
@@ -95,7 +100,11 @@ def train_until_preempted(vm: Any, aws: Aws, bucket: Bucket, witness: str) -> No
     before = len(bucket.keys("run/farewells/"))
     aws.notice(in_s=6)
     daemon.lines.wait(event="verdict", verdict="SAFE")
-    until(lambda: len(bucket.keys("run/farewells/")) > before + 1, what="the last farewell")
+    until(
+        lambda: len(bucket.keys("run/farewells/")) > before + 1,
+        every_s=0.1,
+        what="the last farewell",
+    )
     vm.power_off()
     aws.withdraw()
 
@@ -116,7 +125,10 @@ def test_counters_outlive_vms_exporters_and_commits(
 ) -> None:
     """Two preemptions, and an exporter that is killed between them: the counters rise and never fall."""
     train_until_preempted(
-        new_vm("first", bucket.store, metadata=aws.metadata), aws, bucket, witness
+        new_vm("first", bucket.store, metadata=aws.metadata, constants=FAREWELL),
+        aws,
+        bucket,
+        witness,
     )
     exporter = exporters()
     first = exporter.wait_for("swansong_run_evacuations_total", "no", "SAFE", value=1)
@@ -124,7 +136,10 @@ def test_counters_outlive_vms_exporters_and_commits(
     exporter.process.kill()
 
     train_until_preempted(
-        new_vm("second", bucket.store, metadata=aws.metadata), aws, bucket, witness
+        new_vm("second", bucket.store, metadata=aws.metadata, constants=FAREWELL),
+        aws,
+        bucket,
+        witness,
     )
     third = new_vm("third", bucket.store)
     daemon = third.start_daemon()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlencode
 
@@ -15,14 +14,6 @@ from testkit.clouds import Gcp
 from testkit.emulators.process import EmulatorProcess
 from testkit.rig import control
 from testkit.waiting import until
-
-
-@pytest.fixture(scope="module")
-def gcs() -> Iterator[EmulatorProcess]:
-    with EmulatorProcess(
-        "testkit.emulators.gcs_server", "--port", "0", "--bucket", "ckpt"
-    ) as emulator:
-        yield emulator
 
 
 @pytest.fixture

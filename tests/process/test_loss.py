@@ -35,7 +35,7 @@ def test_two_lost_vms_and_their_cost(
     aws.notice(in_s=6)
     verdict = daemon.lines.wait(event="verdict", verdict="SAFE")
     # The last farewell comes shortly before the deadline.
-    until(lambda: len(farewells(bucket)) > 1, what="the last farewell")
+    until(lambda: len(farewells(bucket)) > 1, every_s=0.1, what="the last farewell")
     first.power_off()
     aws.withdraw()
 

@@ -18,14 +18,11 @@ from testkit.waiting import until
 
 EXIT_FENCED = 14
 EXIT_STORE = 16
-
-
-@pytest.fixture(scope="module")
-def gcs() -> Iterator[EmulatorProcess]:
-    with EmulatorProcess(
-        "testkit.emulators.gcs_server", "--port", "0", "--bucket", "ckpt"
-    ) as emulator:
-        yield emulator
+SOON = {
+    "swansong_tools.commands.opening._CALL_BUDGET_WITH_MIRROR_S": 2.0,
+    "swansongd.flush.mirroring.CALL_BUDGET_S": 2.0,
+}
+"""A command waits 10 s for a store that has a mirror, a copy 20 s for the mirror, without these constants."""
 
 
 @pytest.fixture
@@ -36,7 +33,7 @@ def mirror(gcs: EmulatorProcess) -> Iterator[dict[str, str]]:
 
 
 def vm_with(new_vm: Any, name: str, store: dict[str, str], mirror: dict[str, str]) -> Vm:
-    made: Vm = new_vm(name, store, settings={"mirror": mirror})
+    made: Vm = new_vm(name, store, settings={"mirror": mirror}, constants=SOON)
     return made
 
 

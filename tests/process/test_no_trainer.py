@@ -88,18 +88,3 @@ def test_a_trainer_that_connects_after_the_notice_is_asked(
     assert len(daemon.lines.all(event="verdict")) == 1
     (commit,) = vm.commits()
     assert (commit["kind"], commit["step"]) == ("emergency", verdict["step"])
-
-
-def test_nothing_new_since_the_last_commit_is_safe(
-    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
-) -> None:
-    """The trainer has ended with the step that is committed; the daemon only reports the verdict."""
-    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
-    daemon = vm.start_daemon()
-    trainer = vm.start_trainer("--steps", "30", "--every-steps", "30", script=witness)
-    assert trainer.wait() == 0
-    daemon.lines.wait(event="committed", step=30)
-    aws.notice(in_s=NOTICE_S)
-    assert daemon.lines.wait(event="evacuation", phase="notice")["plan"] == "NONE"
-    verdict = daemon.lines.wait(event="verdict")
-    assert (verdict["verdict"], verdict["step"]) == ("SAFE", 30)

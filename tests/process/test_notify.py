@@ -155,7 +155,7 @@ def test_verdicts_without_training_and_without_a_commit_have_exit_codes(
     """Without any training since the boot: NO_TRAINING, 19.  After it ended without a commit: LOST, 11."""
     vm = new_vm("vm", bucket.store)
     vm.start_daemon()
-    done = vm.swansong("notify", "--in", "6s", "--wait")
+    done = vm.swansong("notify", "--in", "3s", "--wait")
     assert done.returncode == 19, done.stderr
     assert "No trainer is connected" in done.stderr
     assert done.stdout.startswith("NO_TRAINING: ")
@@ -163,7 +163,7 @@ def test_verdicts_without_training_and_without_a_commit_have_exit_codes(
     vm.start_trainer(script=witness).lines.wait(step=5)
     vm.trainer.kill()
     until(lambda: not vm.status()["trainers"], what="the end of the trainer")
-    done = vm.swansong("notify", "--in", "6s", "--wait")
+    done = vm.swansong("notify", "--in", "3s", "--wait")
     assert (done.returncode, done.stdout) == (11, "LOST: nothing is committed\n"), done.stderr
 
 

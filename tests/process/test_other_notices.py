@@ -83,7 +83,7 @@ def test_an_event_that_has_begun_is_tried_once(
     opened = daemon.lines.wait(event="evacuation", phase="notice")
     assert 20 < opened["seconds_left"] <= 25
     polls = aws_polls(aws)
-    until(lambda: aws_polls(aws) >= polls + 5, what="more polls")
+    until(lambda: aws_polls(aws) >= polls + 2, what="more polls")
     assert len(daemon.lines.all(event="evacuation", phase="notice")) == 1
     control(aws.url, "quiet")
 

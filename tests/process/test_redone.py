@@ -13,6 +13,8 @@ from testkit.clouds import Aws, Bucket
 from testkit.rig import Process, Vm
 from testkit.waiting import until
 
+FAREWELL = {"swansongd.observe.accounting.LAST_FAREWELL_LEAD_S": 7.0}
+"""The last farewell is written this long before the deadline; without this constant 2 s before."""
 SCRIPT = str(TRAINERS / "redone.py")
 
 
@@ -58,12 +60,12 @@ def test_the_next_vm_compares_the_steps_that_it_repeats(
 ) -> None:
     """The power is cut after steps that no commit has.  The resumed run, its daemon and its status name the
     first part that differs, or that all steps are as before; its next commit has the result, too."""
-    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata, constants=FAREWELL)
     daemon = vm.start_daemon()
     start(vm, warm_torch, forgets).lines.wait(step=5)
     aws.notice(in_s=8)
     step = daemon.lines.wait(event="verdict", verdict="SAFE")["step"]
-    until(lambda: digested(bucket, step), what="a farewell with digests")
+    until(lambda: digested(bucket, step), every_s=0.1, what="a farewell with digests")
     vm.power_off()
     aws.withdraw()
 
@@ -107,12 +109,12 @@ def test_a_rank_with_faulty_memory_is_named(
     def job(vm: Vm) -> Process:
         return vm.spawn(command, lines_on="stdout", SWANSONG_SOCKET=str(vm.socket))
 
-    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata, constants=FAREWELL)
     daemon = vm.start_daemon()
     job(vm).lines.wait(step=5)
     aws.notice(in_s=8)
     step = daemon.lines.wait(event="verdict", verdict="SAFE")["step"]
-    until(lambda: digested(bucket, step, ranks=2), what="a farewell with digests")
+    until(lambda: digested(bucket, step, ranks=2), every_s=0.1, what="a farewell with digests")
     vm.power_off()
     aws.withdraw()
     elsewhere = new_vm("elsewhere", bucket.store, metadata=aws.metadata)

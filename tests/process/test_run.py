@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -22,7 +23,7 @@ from swansong_tools.commands.run_supervisor import EXIT_SAVED
 from swansongd.observe.status import DaemonStatus
 
 from testkit.clouds import Aws, Bucket
-from testkit.rig import BIN, CREDENTIALS, Process
+from testkit.rig import BIN, CREDENTIALS, WITH_CONSTANTS, Process
 from testkit.waiting import is_running, until
 
 TRAINER = """
@@ -55,12 +56,11 @@ sys.exit(1 if "torchrun" in sys.argv else swansong.EXIT_SAVED)
 """
 """Starts a process in a session of its own, as torchrun starts its workers."""
 
-WITH_A_SHORT_WATCHDOG = """
-import sys
-from swansong_tools.commands import main, run_supervisor
-run_supervisor._HANG_LIMIT_S = 1.0
-sys.exit(main.main(sys.argv[1:]))
-"""
+SOON = {
+    "swansong_tools.commands.run_supervisor._HANG_LIMIT_S": 1.0,
+    "swansong_tools.commands.client.TIMEOUT_S": 1.0,
+}
+"""Limits for a daemon that hangs."""
 
 
 class Command:
@@ -69,15 +69,16 @@ class Command:
     def __init__(
         self,
         state: Path,
+        warm: str,
         *words: str,
         options: tuple[str, ...] = ("run", "--run", "r"),
         program: tuple[str, ...] = (str(BIN / "swansong"),),
     ) -> None:
         self.socket = state / "swansong" / "r" / "trainer.sock"
-        command = [*program, *options, "--", sys.executable, "-c", TRAINER, *words]
         self.process = Process(
-            ["sh", "-c", 'exec "$@" 2>&1', "sh", *command],
-            lines_on="stdout",
+            [*program, *options, "--", sys.executable, "-c", TRAINER, *words],
+            lines_on="both",
+            warm=warm,
             XDG_STATE_HOME=str(state),
             **CREDENTIALS,
         )
@@ -107,11 +108,11 @@ Start = Callable[..., Command]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path: Path, warm_python: str) -> Iterator[Start]:
     started: list[Command] = []
 
     def make(*words: str, **options: Any) -> Command:
-        started.append(Command(tmp_path / "state", *words, **options))
+        started.append(Command(tmp_path / "state", warm_python, *words, **options))
         return started[-1]
 
     yield make
@@ -147,7 +148,9 @@ def test_ctrl_c_saves_and_a_failed_daemon_is_started_again(
     start: Start, fault: signal.Signals
 ) -> None:
     """SAFE also after a crash or a hang, and nothing is left.  A second start is refused meanwhile."""
-    command = start(program=(sys.executable, "-c", WITH_A_SHORT_WATCHDOG))
+    command = start(
+        program=(sys.executable, str(WITH_CONSTANTS), json.dumps(SOON), str(BIN / "swansong"))
+    )
     *_, daemon, _, pid = pids = command.training()
     os.kill(daemon, fault)
     restarted = until(

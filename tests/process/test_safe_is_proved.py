@@ -27,6 +27,8 @@ from tests.process.conftest import NewVm
 OLD, NEW = "old", "new"
 """Names of two trainings: the one that was discarded, and the one that runs."""
 Verdict = dict[str, Any]
+RECONNECT = {"swansongd.core.arrival.RECONNECT_S": 2.0}
+"""The hooks reconnect to a restarted daemon within this time; without this constant within 10 s."""
 
 
 def train(vm: Vm, training: str, *arguments: str, **env: str) -> Process:
@@ -201,7 +203,10 @@ def test_a_trainer_that_the_daemon_never_saw_gets_no_promise(
     commit_elsewhere(bucket, new_vm, 20)
     with EmulatorProcess("testkit.emulators.fake_logind") as logind:
         bus = {"system_bus": control(logind.url, "state")["bus"]}
-        vm = new_vm("vm", bucket.store, metadata=aws.metadata, settings={"sources": bus})
+        settings = {"sources": bus}
+        vm = new_vm(
+            "vm", bucket.store, metadata=aws.metadata, settings=settings, constants=RECONNECT
+        )
         chosen = vm.disk / "chosen"
         assert restored(vm, chosen) == Position(OLD, 20)
         wrong = str(vm.disk / "wrong.sock")
@@ -228,7 +233,7 @@ def test_training_that_was_rewound_without_the_daemon_is_not_safe(
 
     The new process has not connected when the time is over: PARTIAL.
     """
-    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata, constants=RECONNECT)
     daemon = vm.start_daemon()
     before = train(vm, OLD, "--save-at", "20,60")
     daemon.lines.wait(event="committed", step=60)
@@ -237,8 +242,7 @@ def test_training_that_was_rewound_without_the_daemon_is_not_safe(
     state = rewound(vm, 20)
     train_late(vm)
     daemon = vm.start_daemon()
-    # The hooks reconnect to a restarted daemon within ten seconds: the verdict comes after that.
-    aws.notice(in_s=12)
+    aws.notice(in_s=5)
     expect(daemon.lines.wait(event="verdict"), "PARTIAL", state, elsewhere(), vm)
     expect_farewell(bucket, "PARTIAL")
 
@@ -251,8 +255,8 @@ def test_a_resumed_evacuation_does_not_repeat_safe_after_training_was_rewound(
 
     The restarted daemon has no connection to that training: its verdict is PARTIAL.
     """
-    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
-    safe_and_killed(vm, aws, in_s=10)
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata, constants=RECONNECT)
+    safe_and_killed(vm, aws, in_s=6)
     state = rewound(vm, 20)
     train_late(vm)
     daemon = vm.start_daemon()

@@ -104,14 +104,11 @@ class Pair:
         directory: Path,
         new_vm: Callable[..., Vm],
         opened: ExitStack,
-        *,
-        follow_ups: bool = False,
+        **options: Any,
     ) -> None:
         store = {"url": f"file://{directory}/shelf"}
         (directory / "shelf").mkdir()
-        self.vms = [
-            new_vm(name, store, settings=SETTINGS, follow_ups=follow_ups) for name in ("a", "b")
-        ]
+        self.vms = [new_vm(name, store, settings=SETTINGS, **options) for name in ("a", "b")]
         for vm in self.vms:
             vm.start_daemon()
         self.ranks = [Rank(vm, node) for node, vm in enumerate(self.vms)]
@@ -190,7 +187,7 @@ def test_a_vm_whose_peer_has_no_daemon_is_not_safe(pair: Pair, tmp_path: Path) -
     assert first.daemon is not None
     assert second.daemon is not None
     second.daemon.kill()
-    waiting = pair.notify("8s")
+    waiting = pair.notify("4s")
     assert waiting.wait() == 10
     part = "this VM's part of generation 1 step 9 is committed (1 of 2 VMs)"
     assert waiting.lines.raw == [f"PARTIAL: generation 1 step 5 is committed; {part}"]
@@ -250,7 +247,8 @@ def test_a_follow_up_is_one_round_of_all_vms(
     tmp_path: Path, new_vm: Callable[..., Vm], opened: ExitStack
 ) -> None:
     """The VM with the notice is not that of rank 0: rank 0's daemon leads, and both report SAFE again."""
-    pair = Pair(tmp_path, new_vm, opened, follow_ups=True)
+    soon = {"swansongd.core.schedule.INTERVAL_MIN_S": 1.0}
+    pair = Pair(tmp_path, new_vm, opened, follow_ups=True, constants=soon)
     lead, noticed = pair.vms
     assert noticed.swansong("notify", "--in", "40s").returncode == 0
     first = pair.ranks[1].receive("request")["id"]

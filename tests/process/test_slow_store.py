@@ -11,14 +11,14 @@ from testkit.clouds import Aws
 from testkit.strict_bucket import Strict
 
 SMALL = "1000"
-LARGE = "20000000"
+LARGE = "8000000"
 
 
 @pytest.mark.fault("O02", "O03")
 def test_data_that_cannot_fit_ends_partial_and_the_older_commit_remains(
     aws: Aws, strict_bucket: Strict, new_vm: Any, witness: str, tmp_path: Any
 ) -> None:
-    """60 MB at 2 MB/s within 8 s: the data stops for the reserve, and the verdict is in time.  The daemon
+    """24 MB at 2 MB/s within 5 s: the data stops for the reserve, and the verdict is in time.  The daemon
     exits immediately, and a new VM restores the commit before."""
     vm = new_vm("vm", strict_bucket.table(), metadata=aws.metadata)
     daemon = vm.start_daemon()
@@ -28,7 +28,7 @@ def test_data_that_cannot_fit_ends_partial_and_the_older_commit_remains(
     newest = max(manifest["step"] for manifest in strict_bucket.manifests())
     strict_bucket.order("pace", total_bytes_per_s=2_000_000)
     vm.start_trainer("--size-bytes", LARGE, script=witness).lines.wait(step=newest + 1)
-    aws.notice(in_s=8)
+    aws.notice(in_s=5)
 
     verdict = daemon.lines.wait(event="verdict", timeout_s=20)
     assert verdict["verdict"] == "PARTIAL"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A quarter of a minute of random faults for the whole daemon; ``SWANSONG_SEED`` repeats a run."""
+"""Eight seconds of random faults for the whole daemon; ``SWANSONG_SEED`` repeats a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from testkit.clouds import Aws, Bucket
 from testkit.rig import Process, control
 from testkit.waiting import until
 
-TROUBLE_S = 15.0
+TROUBLE_S = 8.0
 NOTICES = 3
 STATUSES = (401, 429, 500, 503)
 

@@ -17,6 +17,7 @@ from swansong_bucket.mirror.fence import promote
 from swansong_bucket.model import CommitRef, Verdict
 from swansong_bucket.runs import catalog, commit
 from swansongd.core.events import Event, FenceFound
+from swansongd.flush import mirroring
 from swansongd.flush.mirroring import Mirroring
 from swansongd.observe.status import MirrorState
 
@@ -71,7 +72,9 @@ class Rig:
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    """A rig that retries at once."""
+    monkeypatch.setattr(mirroring, "_RETRY_S_FIRST", 0.01)
     made = Rig()
     yield made
     made.stop.set()

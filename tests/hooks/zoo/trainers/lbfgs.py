@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LBFGS, whose state is a history of lists; its closure runs several times in each step."""
+"""LBFGS, whose state is a history of lists; its closure runs several times in each step.
+
+The targets come from a generator of numpy, and a running mean of the losses is a value of the state.
+"""
 
 import json
 
+import numpy as np
 import swansong
 import torch
 from swansong.torch import TrainingState, seed_all
@@ -13,9 +17,12 @@ seed_all(15)
 x = torch.randn(16, 4)
 model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
 optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3, history_size=4)
-guard = swansong.attach(TrainingState(model, optimizer))
+noise = np.random.default_rng(15)
+state = TrainingState(model, optimizer, noise=noise)
+state.values["running"] = 0.0
+guard = swansong.attach(state)
 for step in range(guard.restore() + 1, 11):
-    target = x.sum(1, keepdim=True) + 0.1 * torch.randn(16, 1)
+    target = x.sum(1, keepdim=True) + 0.1 * torch.tensor(noise.standard_normal((16, 1))).float()
 
     def closure(target=target):
         optimizer.zero_grad()
@@ -24,6 +31,7 @@ for step in range(guard.restore() + 1, 11):
         return loss
 
     loss = optimizer.step(closure)
-    print(json.dumps({"step": step, "loss": loss.item()}), flush=True)
+    state.values["running"] = 0.9 * state.values["running"] + 0.1 * loss.item()
+    print(json.dumps({"step": step, "loss": loss.item(), **state.values}), flush=True)
     guard.step(step, loss=loss.item())
 guard.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation by epoch: the best metric is kept, and the rate falls on a plateau."""
+"""Evaluation by epoch: the rate falls on a plateau, and two epochs without a better metric end the run."""
 
 import json
 
@@ -11,14 +11,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 torch.set_num_threads(1)
 seed_all(9)
-data = TensorDataset(torch.arange(16), torch.randn(16, 4), torch.randn(16, 1))
+data = TensorDataset(torch.arange(12), torch.randn(12, 4), torch.randn(12, 1))
 loader = ResumableLoader(DataLoader(data, batch_size=4, shuffle=True))
-held_out = DataLoader(TensorDataset(torch.randn(12, 4), torch.randn(12, 1)), batch_size=4)
+held_out = DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 1)), batch_size=4)
 model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 1))
 optimizer = torch.optim.RMSprop(model.parameters(), lr=0.05)
 scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
 state = TrainingState(model, optimizer, scheduler=scheduler, loader=loader)
-state.values["best"] = float("inf")
+state.values.update(best=float("inf"), worse=0)
 guard = swansong.attach(state)
 step = guard.restore()
 
@@ -34,7 +34,7 @@ def evaluate():
     return total / len(held_out)
 
 
-for epoch in range(loader.epoch, 3):
+while state.values["worse"] < 2:
     for ids, x, y in loader:
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x), y)
@@ -47,7 +47,8 @@ for epoch in range(loader.epoch, 3):
         guard.step(step, loss=loss.item())
     metric = evaluate()
     scheduler.step(metric)
+    is_better = metric < state.values["best"]
+    state.values["worse"] = 0 if is_better else state.values["worse"] + 1
     state.values["best"] = min(metric, state.values["best"])
-    facts = {"epoch": epoch, "validation": metric, "best": state.values["best"]}
-    print(json.dumps(facts), flush=True)
+    print(json.dumps({"validation": metric, **state.values}), flush=True)
 guard.close()
