@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock wheelhouse deb apt-repo release container docs pictures demo test fuzz simulate test-jax test-frameworks test-ray test-stores test-system test-vm test-gpu image terraform check bench bench-beside bench-notices bench-torch bench-gpu bench-preemption format clean
+.PHONY: help setup lock wheelhouse deb apt-repo release container docs pictures demo test test-quick fuzz simulate test-jax test-frameworks test-ray test-stores test-system test-vm test-gpu image terraform check bench bench-beside bench-notices bench-torch bench-gpu bench-preemption format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 15
@@ -84,6 +84,9 @@ WORKERS ?= 6
 
 test: $(STAMP)  ## run all tests, with WORKERS=6 for two cores, except those of whole machines and GPUs
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --ignore=tests/vm --ignore=tests/gpu --ignore=tests/system/nspawn --ignore=tests/hooks_jax --ignore=tests/hooks_frameworks --ignore=tests/hooks_ray $(PYTEST_ARGS)
+
+test-quick: $(STAMP)  ## run the unit tests of the daemon and its tools (one minute)
+	$(BIN)/python -m pytest -n 4 --dist worksteal tests/unit $(addprefix --ignore=tests/unit/,hooks project report) $(PYTEST_ARGS)
 
 EXAMPLES ?= 5000
 

@@ -210,7 +210,9 @@ class WarmProcess:
         socket.send_fds(self._server, [repr(start).encode()], [*streams, network])
         os.close(network)
         self.pid = int.from_bytes(self._server.recv(4), "big")
-        self._pidfd = os.pidfd_open(self.pid)
+        self._pidfd = -1
+        with contextlib.suppress(ProcessLookupError):  # it has ended already, and its status follows
+            self._pidfd = os.pidfd_open(self.pid)
         self._lock = (
             threading.Lock()
         )  # one thread may kill the process while another one waits for it
@@ -233,14 +235,15 @@ class WarmProcess:
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the process has ended."""
         with self._lock, contextlib.suppress(ProcessLookupError):
-            if self.returncode is None:
+            if self.returncode is None and self._pidfd >= 0:
                 signal.pidfd_send_signal(self._pidfd, number)
 
     def _end(self) -> None:
         status = self._server.recv(4)
         self.returncode = int.from_bytes(status, "big", signed=True) if status else -signal.SIGKILL
         self._server.close()
-        os.close(self._pidfd)
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
 
 
 # ---------------------------------------------------------------- in the server

@@ -14,7 +14,7 @@ from swansong.bounds import BoundsError
 from swansong_bucket.model import Start
 from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.stores.file.store import FileStore
-from swansong_bucket.util.forms import ID, Form, Kind, several, text, whole
+from swansong_bucket.util.forms import ID, Form, Kind, or_else, several, text, whole
 
 STARTS_MAX = 64
 _FILE_NAME = "claim.json"
@@ -131,7 +131,7 @@ _RECORD = Form(
     ClaimRecord,
     run=text(bounds.ID_CHARS_MAX),
     store_url=text(),
-    store_id=ID,
+    store_id=or_else(ID, ""),
     starts=several(_START.kind, STARTS_MAX),
 )
 
