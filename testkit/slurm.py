@@ -145,7 +145,7 @@ class Slurm:
 
     @contextmanager
     def _processes(self, *command: str) -> Iterator[None]:
-        """A program as the init process of its own namespace: all its descendants end with it."""
+        """A program as the init process of a new namespace: all its descendants end with it."""
         namespaces = ("--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
         with open(self.directory / "output", "ab") as output:
             outside = subprocess.Popen(

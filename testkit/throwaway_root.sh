@@ -41,8 +41,9 @@ inside() {
 		PYTHONDONTWRITEBYTECODE=1 "$@"
 }
 
+# The commit is one of the future: younger than the files of the build.
 provision() {
-	(umask 077 && inside "PYTHON=$python" /run/repository/packer/provision.sh --no-packages --wheelhouse /run/input/wheels "$@")
+	(umask 077 && inside "PYTHON=$python" SOURCE_DATE_EPOCH=4000000000 /run/repository/packer/provision.sh --no-packages --wheelhouse /run/input/wheels "$@")
 }
 
 # From the sources; the directory of wheels replaces the package index.
@@ -88,6 +89,7 @@ provision --config /run/input/second.toml --run second-run
 changes >"$output/changes.again"
 contents >"$output/contents.again"
 
+stat -c 'the files of the package are of %Y' "$root/usr/lib/systemd/system/swansongd.service"
 cp "$root"/usr/share/{doc/swansong/sbom.cdx.json,man/man1/swansong.1.gz} "$output/"
 cp "$root/etc/swansong/swansong.toml" "$root/etc/passwd" "$root/etc/group" "$output/"
 

@@ -211,9 +211,8 @@ class WarmProcess:
         os.close(network)
         self.pid = int.from_bytes(self._server.recv(4), "big")
         self._pidfd = -1
-        with contextlib.suppress(
-            ProcessLookupError
-        ):  # it has ended already, and its status follows
+        # It may have ended already, and its status follows.
+        with contextlib.suppress(ProcessLookupError):
             self._pidfd = os.pidfd_open(self.pid)
         self._lock = (
             threading.Lock()

@@ -166,6 +166,20 @@ def test_a_process_without_a_client(warm_python: str) -> None:
     )
 
 
+def test_a_process_may_end_before_it_is_known(
+    warm_python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has waited for it already: its status counts, and a signal reaches nothing else."""
+
+    def ended(_pid: int) -> int:
+        raise ProcessLookupError
+
+    monkeypatch.setattr(os, "pidfd_open", ended)
+    process = WarmProcess(warm_python, ["-c", "raise SystemExit(7)"], env={}, streams=(0, 1, 2))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 7
+
+
 def test_close_does_not_wait_for_the_server() -> None:
     """Servers that do not run end with their forks, and close() raises nothing."""
     pythons = WarmPythons()

@@ -134,7 +134,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def test_a_notice_moves_the_job_to_another_node(cluster: Cluster, tmp_path: Path) -> None:
-    """Train restarts on undrained nodes from a commit; the weights equal those of one start to the bit."""
+    """Train restarts on undrained nodes from a commit, and trains to the same weights as without a notice."""
     python(TRAINER, "alone", str(STEPS), str(tmp_path))
     expected = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[-1])["digest"]
 

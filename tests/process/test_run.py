@@ -174,6 +174,17 @@ def test_ctrl_c_saves_and_a_failed_daemon_is_started_again(
     start().lines.wait(resumed=step)
 
 
+def test_a_longer_grace_period_is_that_of_the_notice(start: Start) -> None:
+    """The daemon that the command starts plans with it, and the command waits for the verdict."""
+    command = start(options=("run", "--run", "r", "--grace", "100s"))
+    command.training()
+    command.process.kill(signal.SIGTERM)
+    assert command.process.wait() == EXIT_SAVED
+    log = (command.socket.parent / "swansongd.log").read_text()
+    (left_s,) = re.findall(r"evacuation .*phase=notice.* seconds_left=([0-9.]+)", log)
+    assert 90 < float(left_s) <= 100
+
+
 def test_several_ranks_get_no_signal_after_safe(start: Start) -> None:
     """A signal would make each of them save without the others, and the next start resume from that."""
     command = start("ranks")
@@ -233,6 +244,15 @@ def test_a_daemon_that_runs_already_serves_the_trainer(
     assert not list(tmp_path.rglob("swansongd.log"))
 
 
+def test_a_configuration_has_the_grace_period(
+    bucket: Bucket, new_vm: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its daemon may run already, so the option would change nothing."""
+    config = new_vm("vm", bucket.store).config
+    assert main.main(["--config", str(config), "run", "--grace", "100s", "--", "false"]) == 2
+    assert f"remove it, and set deadline.sigterm_grace_s in {config}" in capsys.readouterr().err
+
+
 def test_the_daemon_of_the_system_is_required(
     bucket: Bucket, new_vm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,6 +270,8 @@ def test_the_daemon_of_the_system_is_required(
         (["--store", "s4://x"], "good", 2, "is not the URL of a store; give s3://"),
         (["--store", "s3://bucket/x"], "good", 2, "--run: is missing"),
         (["--run", "r", "--staging", "/nonexistent"], "good", 15, "create or mount it"),
+        (["--run", "r", "--grace", "soon"], "good", 2, "is not a duration"),
+        (["--run", "r", "--grace", "1s"], "good", 2, "leaves no time of deadline.sigterm_grace_s"),
         (["--run", "r"], "open", 15, "chmod 700"),
         (["--run", "r"], "link", 15, "Set XDG_STATE_HOME to a directory of this user"),
     ],

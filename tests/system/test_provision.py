@@ -109,6 +109,11 @@ def test_second_run_changes_nothing(provisioned: Provisioned) -> None:
     assert provisioned.text("contents.again") == provisioned.text("contents")
 
 
+def test_files_of_the_package_have_the_time_of_its_commit(provisioned: Provisioned) -> None:
+    """Also if that is later than the build: otherwise each build of the commit is another package."""
+    assert "the files of the package are of 4000000000" in provisioned.stdout
+
+
 def test_config_of_the_operator_is_kept(provisioned: Provisioned) -> None:
     """The given configuration is installed once, with the given values; later runs keep it."""
     named = FIRST.replace('"to-be-named"', '"first-run"')

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""packer/container/job.yaml agrees with ``swansong run``, which is the command of its pods."""
+"""The Job for Kubernetes and the job script for Slurm agree with ``swansong run``, which both start."""
 
 from __future__ import annotations
+
+import re
 
 import kubernetes_validate
 import pytest
@@ -17,6 +19,8 @@ from testkit import REPOSITORY
 
 MANIFEST = yaml.safe_load((REPOSITORY / "packer" / "container" / "job.yaml").read_text())
 JOB = MANIFEST["spec"]
+VERDICTS = {**EXIT_BY_VERDICT, Verdict.SAFE: EXIT_SAVED}.values()
+"""Exit codes of ``swansong run`` after a notice."""
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.37"])
@@ -32,7 +36,7 @@ def test_the_schema_of_kubernetes_accepts_the_job(version: str) -> None:
 @pytest.mark.parametrize(
     ("code", "action"),
     [
-        *((code, "Ignore") for code in ({**EXIT_BY_VERDICT, Verdict.SAFE: EXIT_SAVED}).values()),
+        *((code, "Ignore") for code in VERDICTS),
         (ConfigError.exit_code, "FailJob"),
         (FencedError.exit_code, "FailJob"),
         (Unreachable.exit_code, None),
@@ -48,6 +52,13 @@ def test_the_action_of_each_exit_code(code: int, action: str | None) -> None:
                 assert rule["action"] == action
                 return
     assert action is None
+
+
+def test_slurm_requeues_after_each_verdict() -> None:
+    """Also if no training was seen: the job was told of the notice before its first step."""
+    page = (REPOSITORY / "docs" / "trainers" / "slurm.md").read_text()
+    (codes,) = re.findall(r"case \$code in ([\d |]+)\) scontrol requeue", page)
+    assert {int(code) for code in codes.split(" | ")} == set(VERDICTS)
 
 
 def test_the_grace_period_outlasts_the_end_of_the_command() -> None:
