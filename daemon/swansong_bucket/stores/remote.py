@@ -163,7 +163,7 @@ def translated(what: str, classified: Callable[[Exception, str], StoreError]) ->
     except Exception as error:  # a credentials file or a metadata service can contain anything
         message = f"{what}: {' '.join(str(error).split()):.300}"
         if is_certificate_problem(error):
-            hint = "The store's certificate is not trusted on this VM"
+            hint = "The certificate of the server of the credentials is not trusted on this VM"
             raise Permanent(message, hint=hint) from error
         raise classified(error, message) from error
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from swansong_bucket.errors import StoreError
+from swansong_bucket.errors import CorruptError, StoreError
 from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.stores.wrappers.retry import Retrying
 
@@ -74,9 +74,9 @@ class ReadHealth:
             self._requests[operation] += 1
 
     def failed(self, error: Exception) -> None:
-        kind = getattr(error, "kind", "unexpected")
+        kind = error.kind if isinstance(error, StoreError | CorruptError) else "unexpected"
         with self._lock:
-            self._errors[kind] = self._errors.get(kind, 0) + 1
+            self._errors[kind if kind in self._errors else StoreError.kind] += 1
 
     def read(self, reading: StoreReading, *, by: str, now_wall_s: float) -> None:
         """Record the end of a reading by the reader of the store with the URL ``by``."""
