@@ -61,3 +61,16 @@ def test_sigint_exits_without_a_checkpoint(bucket: Bucket, new_vm: Any, witness:
     assert not daemon.lines.all(event="verdict")
     assert bucket.manifests() == []
     trainer.lines.wait(step=60)
+
+
+@pytest.mark.fault("H02", "H03")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_does_not_wait_for_the_next_tick(number: int, bucket: Bucket, new_vm: Any) -> None:
+    """A daemon without events and ticks answers a signal: of 25 s, none may pass before the notice."""
+    vm = new_vm("vm", bucket.store, constants={"swansongd.service.service._TICK_S": 600.0})
+    daemon = vm.start_daemon()
+    daemon.lines.wait(event="prefetch")
+
+    daemon.kill(number)
+
+    assert daemon.wait(timeout_s=20) == 0

@@ -13,7 +13,6 @@ import os
 import signal
 import threading
 import time
-from collections import deque
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,6 @@ from typing import TYPE_CHECKING, Any, assert_never
 import structlog
 from swansong import protocol
 from swansong_bucket.model import DRILL, NoticeKind, Severity, Verdict
-from swansong_bucket.util.threads import Worker
 
 import swansongd
 from swansongd.config.config import Config, MetricsConfig
@@ -84,6 +82,7 @@ from swansongd.restore.context import RestoreContext
 from swansongd.restore.prefetch import Prefetch
 from swansongd.restore.redone import RedoneAnswers
 from swansongd.restore.resume import Resume
+from swansongd.service import signal_reader
 from swansongd.service.decisions import Decisions
 from swansongd.service.inbox import Inbox
 from swansongd.service.storage import Storage
@@ -118,7 +117,6 @@ _EXIT_COMMAND_S = 4.0
 """A command that orders the next VM, and began at the notice of a shutdown, needs seconds."""
 _STOP_EXTENSION_S = 10.0
 """Longer than one pass of the decision loop, and longer than the end of the daemon takes."""
-_JUDGEMENTS_MAX = 4
 
 _log = structlog.get_logger(__name__)
 
@@ -145,8 +143,6 @@ class Service:
         self._accounting = Accounting(self._record_resume, self._conclude)
         self._tally = Tally()
         self._redone = RedoneWatch(self._decision_log)
-        self._sigterm_judge = Worker("sigterm", tasks_max=_JUDGEMENTS_MAX)
-        self._signals: deque[int] = deque()
         self._stop = threading.Event()
         self._exit: Exit | None = None
         boot_id = boot.boot_id()
@@ -272,10 +268,11 @@ class Service:
         Returns:
             The exit code of the process.
         """
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda number, _frame: self._signals.append(number))
+        signal_reader.handle(
+            (signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
+            lambda number: self._decisions.guarded("signal", partial(self._on_signal, number)),
+        )
         self._prefetch.start()  # first: a trainer may wait for every byte of it
-        self._sigterm_judge.start()
         self._redone_answers.start()
         if self._signal_sender is not None:
             self._signal_sender.start()
@@ -331,8 +328,6 @@ class Service:
     def _turn(self) -> None:
         self._turned_mono_s = time.monotonic()
         event = self._inbox.get(self._tick_s()) or Tick()
-        while self._signals:
-            self._decisions.guarded("signal", partial(self._on_signal, self._signals.popleft()))
         now = time.monotonic()
         slept_s = _asleep_s() - self._asleep_s
         if slept_s > _SLEEP_NOTED_S:
@@ -397,19 +392,16 @@ class Service:
         return min(tick_s, self._notifier.watchdog_interval_s or tick_s)
 
     def _on_signal(self, number: int) -> None:
-        if number == signal.SIGTERM:
-            # A full queue has judgements enough.
-            self._sigterm_judge.submit(partial(self._judge_sigterm, time.monotonic()))
+        arrived_mono_s = time.monotonic()
+        if number == signal.SIGHUP:
+            _log.warning("not_reloaded", hint="systemctl reload swansongd reads the configuration")
         elif number == signal.SIGINT:
             self._post(StopRequested("interrupted"))
-        else:
-            _log.warning("not_reloaded", hint="systemctl reload swansongd reads the configuration")
-
-    def _judge_sigterm(self, arrived_mono_s: float) -> None:
-        if host.is_host_stopping(self._config.sources.system_bus or logind.SYSTEM_BUS):
+        elif host.is_host_stopping(self._config.sources.system_bus or logind.SYSTEM_BUS):
             grace_s = self._config.deadline.sigterm_grace_s
-            notice = host.shutdown_notice(now_mono_s=arrived_mono_s, grace_s=grace_s)
-            self._post(NoticeRaised(notice))
+            self._post(
+                NoticeRaised(host.shutdown_notice(now_mono_s=arrived_mono_s, grace_s=grace_s))
+            )
         else:
             self._post(StopRequested("stopped by the operator"))
 

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signals to this process, handled in another thread as soon as they arrive.
+
+Python runs a handler in the main thread, whose wait for the next event it does not end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable
+
+_READ_BYTES = 4096
+
+
+def handle(numbers: Iterable[int], handler: Callable[[int], object]) -> None:
+    """Call ``handler`` with the number of each of these signals that arrives; call this in the main thread.
+
+    Args:
+        numbers: of the signals.
+        handler: runs in one thread and may block.  Signals that arrive meanwhile are handled afterwards, each
+            number once.  It must not raise an exception.
+    """
+    read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(write_fd, False)
+    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    for number in numbers:
+        signal.signal(number, lambda _number, _frame: None)  # otherwise nothing is written
+
+    def read() -> None:
+        while True:
+            for number in dict.fromkeys(os.read(read_fd, _READ_BYTES)):
+                handler(number)
+
+    threading.Thread(target=read, name="signals", daemon=True).start()
