@@ -73,8 +73,10 @@ def cases(*, is_quick: bool) -> list[Case]:
         large = Workload(name="large", count=1, size_bytes=128 * 2**20)
         small = Workload(name="small", count=100, size_bytes=256 * 2**10)
         faulty = Workload(name="faulty", count=16, size_bytes=64 * 2**20, is_sparse=True)
+        gigabyte = Workload(name="gigabyte", count=1, size_bytes=64 * 2**20)
     else:
         large = Workload(name="large", count=1, size_bytes=4 * 2**30)
+        gigabyte = Workload(name="gigabyte", count=1, size_bytes=2**30)
         small = Workload(name="small", count=2000, size_bytes=256 * 2**10)
         faulty = Workload(name="faulty", count=80, size_bytes=256 * 2**20, is_sparse=True)
     wide = f"{REFERENCE} x 32"
@@ -98,6 +100,7 @@ def cases(*, is_quick: bool) -> list[Case]:
             contestants=[REFERENCE, to_gcs, "gcs transfer_manager"],
         ),
         Case(operation="upload", workload=large, profile=PACED, contestants=paced, repeats_max=2),
+        Case(operation="upload", workload=gigabyte, profile=PACED, contestants=paced[:3]),
         Case(operation="download", workload=small, profile=DIRECT, contestants=most, repeats_max=1),
         Case(operation="upload", workload=small, profile=LINK, contestants=[wide, OURS]),
         Case(

@@ -18,12 +18,15 @@ SAMPLE_S = 0.1
 _GAIN = 1.1
 _CLEAR_GAIN = 1.6
 """One sample of this gain is enough: with a smaller one, the new bytes may only lie in buffers on the way."""
-_TRIAL_SAMPLES = 3
-"""Samples until a doubling must have raised the rate: the first one is spent on new connections."""
+_TRIAL_S = (0.2, 0.6)
+"""Shortest and longest time for a doubling to raise the mean rate, after a first sample: a new connection
+connects, and reads and digests a chunk, before it sends."""
 _BUSY_SHARE = 0.6
 """Of all processors.  Above this CPU share, more connections do not help."""
-_PAUSE_S = 2.0
-"""Time from a doubling without effect to the next attempt."""
+_PAUSE_S = (0.5, 4.0)
+"""Shortest and longest time from a doubling without effect to the next attempt; it doubles, too."""
+_MEMORY_S = 1.0
+"""Longest time of the mean rate that a doubling must raise: the rate of a sample varies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,10 @@ class _Sample:
     mono_s: float
     moved_bytes: int
     cpu_s: float
+
+    def rate_since(self, before: _Sample) -> float:
+        """Bytes per second."""
+        return (self.moved_bytes - before.moved_bytes) / (self.mono_s - before.mono_s)
 
 
 @dataclass(slots=True)
@@ -47,17 +54,23 @@ class ConcurrencyLimit:
     _before: int = field(init=False)
     """The limit before the doubling under trial; equal to ``now`` if none is under trial."""
     _rate_before: float = field(init=False, default=0.0)
-    _rates: list[float] = field(init=False, default_factory=list)
-    """Samples of the doubling under trial."""
-    _last: _Sample | None = field(init=False, default=None)
+    _pause_s: float = field(init=False, default=_PAUSE_S[0])
     _pause_until_mono_s: float = field(init=False, default=0.0)
+    _samples: list[_Sample] = field(init=False, default_factory=list)
+    """Those since the doubling under trial, or of the last second."""
 
     def __post_init__(self) -> None:
         self.now = self._before = min(FIRST, self.most)
 
+    def begin(self) -> None:
+        """Prepare for another transfer: half of the last limit, whose doubling is tried first."""
+        self.now = min(self.most, max(FIRST, self._before // 2))
+        self._pause_s, self._pause_until_mono_s = _PAUSE_S[0], 0.0
+        self.reset_counters()
+
     def reset_counters(self) -> None:
         """Prepare for a byte counter that starts from zero.  The limit stays."""
-        self._last, self._before, self._rates = None, self.now, []
+        self._before, self._samples = self.now, []
 
     def sample(self, now_mono_s: float, moved_bytes: int, cpu_s: float, cpus: int) -> None:
         """Take a sample, and adapt the limit.  Calls within :data:`SAMPLE_S` of the last sample do nothing.
@@ -66,24 +79,35 @@ class ConcurrencyLimit:
             moved_bytes: total bytes transferred since the start or :meth:`reset_counters`.
             cpu_s: total CPU time of this process, which may use ``cpus`` processors.
         """
-        last = self._last
+        last = self._samples[-1] if self._samples else None
         if last is not None and now_mono_s - last.mono_s < SAMPLE_S:
             return
-        self._last = _Sample(now_mono_s, moved_bytes, cpu_s)
+        new = _Sample(now_mono_s, moved_bytes, cpu_s)
+        self._samples.append(new)
         if last is None:
             return
-        took_s = now_mono_s - last.mono_s
-        rate = (moved_bytes - last.moved_bytes) / took_s
-        if self._before < self.now and rate < _CLEAR_GAIN * self._rate_before:
-            self._rates.append(rate)
-            if len(self._rates) < _TRIAL_SAMPLES:
-                return
-            rate = sum(self._rates[1:]) / (_TRIAL_SAMPLES - 1)
-            if rate < _GAIN * self._rate_before:
-                self.now, self._rates = self._before, []
-                self._pause_until_mono_s = now_mono_s + _PAUSE_S
-                return
-        self._before, self._rate_before, self._rates = self.now, rate, []
-        is_busy = cpu_s - last.cpu_s > _BUSY_SHARE * took_s * cpus
-        if not is_busy and now_mono_s >= self._pause_until_mono_s:
-            self.now = min(2 * self.now, self.most)
+        if self._before < self.now:
+            self._judge(new, new.rate_since(last))
+        else:
+            while new.mono_s - self._samples[0].mono_s > _MEMORY_S:
+                del self._samples[0]
+        is_busy = cpu_s - last.cpu_s > _BUSY_SHARE * (now_mono_s - last.mono_s) * cpus
+        may_double = self._before == self.now < self.most and not is_busy
+        if may_double and now_mono_s >= self._pause_until_mono_s:
+            # No bytes move while all requests await responses: more of them may.
+            self._rate_before = min(new.rate_since(self._samples[0]), new.rate_since(last))
+            self.now, self._samples = min(2 * self.now, self.most), [new]
+
+    def _judge(self, new: _Sample, last_rate: float) -> None:
+        """Keep or revert the doubling under trial, or leave it for further samples."""
+        first = self._samples[1]
+        took_s = new.mono_s - first.mono_s
+        if last_rate >= _CLEAR_GAIN * self._rate_before or (
+            took_s >= _TRIAL_S[0] and new.rate_since(first) >= _GAIN * self._rate_before
+        ):
+            self._before, self._pause_s = self.now, _PAUSE_S[0]
+            self._samples = self._samples[-2:] if new is first else self._samples[1:]
+        elif took_s >= _TRIAL_S[1]:
+            self.now, self._samples = self._before, [self._samples[-2], new]
+            self._pause_until_mono_s = new.mono_s + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _PAUSE_S[1])

@@ -7,7 +7,6 @@ import threading
 from dataclasses import dataclass, field
 
 from swansong_bucket.model import Staged
-from swansong_bucket.util.concurrency import ConcurrencyLimit
 
 from swansongd.core.events import FlushProgress
 from swansongd.flush.checks import ChunkChecks
@@ -27,7 +26,6 @@ class ActiveFlush:
     staged: Staged
     is_sealed: bool
     queue: UploadQueue
-    limit: ConcurrencyLimit
     workers: int = 0
     """Workers that carry out a task of this flush."""
     directory: SetDirectory | None = None
@@ -38,10 +36,6 @@ class ActiveFlush:
     """By thread, so that counting needs no lock."""
     _sent_before_bytes: int = 0
     """Bytes in these counters that an earlier flush of the set has sent."""
-
-    @property
-    def admits_worker(self) -> bool:
-        return self.workers < self.limit.now
 
     @property
     def sent_bytes(self) -> int:

@@ -84,6 +84,7 @@ class FlushEngine:
         self._layout = layout
         self._monotonic = monotonic
         self._cpus = len(os.sched_getaffinity(0))
+        self._limit = ConcurrencyLimit(layout.connections)
         self._lock = threading.Lock()
         self._has_work = threading.Condition(self._lock)
         self._has_begun = threading.Condition(self._lock)
@@ -116,12 +117,11 @@ class FlushEngine:
             queue = self._queues.get(staged.id) or self._new_queue(staged, generation)
             if self._active is not None and self._active.queue is not queue:
                 self._deactivate()
-            # A growing set is ordered again and again, and must not begin with two connections each time.
-            limit = (
-                self._active.limit if self._active else ConcurrencyLimit(self._layout.connections)
-            )
-            limit.reset_counters()
-            self._ordered = ActiveFlush(flush_id, staged, is_sealed, queue, limit)
+            if self._active is None:
+                self._limit.begin()
+            else:  # a growing set is ordered again and again
+                self._limit.reset_counters()
+            self._ordered = ActiveFlush(flush_id, staged, is_sealed, queue)
             if self._active is not None:
                 self._ordered.continues(self._active)
             self._has_work.notify()
@@ -195,7 +195,7 @@ class FlushEngine:
     def _admits_worker(self, active: ActiveFlush) -> bool:
         in_flight_bytes = self._in_flight_bytes + active.queue.next_bytes
         has_memory = in_flight_bytes <= BUFFERS_BYTES_MAX or active.queue.in_flight < 2
-        return active.admits_worker and has_memory
+        return active.workers < self._limit.now and has_memory
 
     def _wake_one(self) -> None:
         """Wake one worker if it may take a task.  That worker wakes the next one."""
@@ -291,7 +291,7 @@ class FlushEngine:
                     if not self._has_begun.wait(BUFFERS_KEPT_S) and self._active is None:
                         self._sender.buffers.release()
                 progress = flush.progress()
-                flush.limit.sample(
+                self._limit.sample(
                     self._monotonic(),
                     progress.bytes_sent + progress.bytes_compared,
                     time.process_time(),

@@ -9,6 +9,7 @@ files meanwhile, and the disk is read once.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -36,12 +37,13 @@ class Cancelled(Exception):
 class Buffers:
     """Buffers for chunks, used again: fresh memory costs a page fault for every 4 KiB.  Thread-safe.
 
-    There are never more buffers than threads that have taken one at the same time.
+    There are never more buffers than threads that have taken one at the same time.  They are anonymous maps:
+    a bytearray is filled with zeros first, and other connections wait for the interpreter's lock meanwhile.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free: list[bytearray] = []
+        self._free: list[mmap.mmap] = []
 
     @contextmanager
     def taken(self, size_bytes: int) -> Iterator[memoryview]:
@@ -51,7 +53,7 @@ class Buffers:
             buffer = min(fits or self._free, key=len, default=None)
             self._free = [each for each in self._free if each is not buffer]
         if buffer is None or len(buffer) < size_bytes:
-            buffer = bytearray(size_bytes)  # replaces one that is too small
+            buffer = mmap.mmap(-1, max(1, size_bytes))  # replaces one that is too small
         try:
             yield memoryview(buffer)[:size_bytes]
         finally:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import resource
 import threading
@@ -292,7 +293,7 @@ def test_flushed_is_posted_after_every_request(flush: FlushRig) -> None:
 # ---------------------------------------------------------------------- memory and descriptors
 
 
-class Buffer(bytearray):
+class Buffer(mmap.mmap):
     """A buffer that a test can count while it exists."""
 
 
@@ -300,12 +301,12 @@ class Buffer(bytearray):
 def buffers(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Buffer]]:
     made: list[weakref.ref[Buffer]] = []
 
-    def make(size_bytes: int) -> Buffer:
-        buffer = Buffer(size_bytes)
+    def make(fd: int, size_bytes: int) -> Buffer:
+        buffer = Buffer(fd, size_bytes)
         made.append(weakref.ref(buffer))
         return buffer
 
-    monkeypatch.setattr(reading, "bytearray", make, raising=False)
+    monkeypatch.setattr(reading.mmap, "mmap", make)
     return made
 
 
@@ -348,7 +349,7 @@ def test_chunks_in_memory_are_limited(
 
     def expect_in_flight(number: int) -> None:
         flush.wait_for_creates(number)
-        until(lambda: (now := flush.engine._active) and now.limit.now == 8)
+        until(lambda: flush.engine._limit.now == 8)
         flush.wait_for_creates(number)
         assert flush.engine._idle == 8 - number
 
@@ -487,8 +488,20 @@ def test_more_workers_begin_while_all_requests_hang_and_a_growing_set_keeps_them
     flush.started(many, is_sealed=False)
     flush.wait_for_creates(20)
     flush.started(many, flush_id="sealed")
-    active = until(lambda: (now := flush.engine._active) and now.is_sealed and now)
-    assert active.limit.now == 21
+    until(lambda: (now := flush.engine._active) and now.is_sealed)
+    assert flush.engine._limit.now == 21
+    held.set()
+    assert isinstance(flush.outcome(), Flushed)
+
+
+def test_a_flush_begins_with_half_of_the_workers_of_the_one_before(tmp_path: Path) -> None:
+    """An evacuation does not learn again what the last flush of this store has learned."""
+    flush = FlushRig(tmp_path, connections=20, monotonic=lambda: 100.0)
+    flush.engine._limit._before = 16
+    held = flush.hold()
+    flush.started(staged_set(flush.run_directory, small_files(20)))
+    flush.wait_for_creates(8)
+    until(lambda: flush.engine._idle == 20 - 8, what="the other workers to wait")
     held.set()
     assert isinstance(flush.outcome(), Flushed)
 
