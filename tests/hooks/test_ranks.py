@@ -6,7 +6,9 @@ from __future__ import annotations
 import os
 import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from swansong import layout
@@ -187,6 +189,27 @@ def test_a_request_during_a_rollback_is_made_again(has_target: bool) -> None:
     agreement.request(Request("r1.again-1", "test", 100.0))
     agreement.target(Target("r1.again-1", 32))
     assert agreement.decide(32) == Due("emergency", "r1.again-1")
+
+
+def test_the_wait_for_a_request_is_counted_in_looks() -> None:
+    """While a C function holds the interpreter's lock, no request arrives here: the time must not count."""
+    agreement = Agreement(2, None, lambda _message: None)
+    sealed = Sealed(5, "step-5", 0.0, 1, "r1")
+
+    class Condition(threading.Condition):
+        looks = 0
+
+        def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+            """The first look may take any time; the request has arrived at the third one."""
+            self.looks += 1
+            if self.looks == 3:
+                agreement.request(Request("r1", "test", 100.0))
+            elif self.looks == 4:
+                agreement.done(Due("emergency", "r1"), 5, sealed)
+            return predicate()
+
+    agreement._changed = Condition()
+    assert agreement.wait_taken(1.0, 10.0)
 
 
 def test_a_request_before_the_first_load_stays() -> None:

@@ -23,6 +23,7 @@ from swansong.protocol import Accepted, Declined, Failed, Message, Request, Seal
 AGREEMENT_LIMIT_S = 5.0
 """Longest wait at a step boundary.  The limit is a tenth of the time left if that is shorter."""
 _ANSWERS_MAX = 16
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -233,9 +234,14 @@ class Agreement:
             Whether the checkpoint is copied or in staging.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._active is not None, arrival_s):
+            # In looks: while the process is stopped, or a C function holds the interpreter's lock, no request
+            # can arrive here, and the time must not count.
+            for _ in range(max(1, round(arrival_s / _LOOK_S))):
+                if self._changed.wait_for(lambda: self._active is not None, _LOOK_S):
+                    break
+            if self._active is None:
                 return False
-            request_id = self._active.request.id if self._active is not None else ""
+            request_id = self._active.request.id
         self.wait_finished(request_id, limit_s)
         with self._changed:
             return isinstance(self._answers.get(request_id), Accepted | Sealed)
