@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Job for Kubernetes and the job script for Slurm agree with ``swansong run``, which both start."""
+"""The Job for Kubernetes and the jobs of Slurm and SkyPilot agree with ``swansong run``, which they start."""
 
 from __future__ import annotations
 
@@ -54,11 +54,17 @@ def test_the_action_of_each_exit_code(code: int, action: str | None) -> None:
     assert action is None
 
 
-def test_slurm_requeues_after_each_verdict() -> None:
+@pytest.mark.parametrize(
+    ("page", "rule"),
+    [
+        ("slurm.md", r"case \$code in ([\d |]+)\) scontrol requeue"),
+        ("skypilot.md", r"recover_on_exit_codes: \[([\d, ]+)\]"),
+    ],
+)
+def test_a_job_starts_again_after_each_verdict(page: str, rule: str) -> None:
     """Also if no training was seen: the job was told of the notice before its first step."""
-    page = (REPOSITORY / "docs" / "trainers" / "slurm.md").read_text()
-    (codes,) = re.findall(r"case \$code in ([\d |]+)\) scontrol requeue", page)
-    assert {int(code) for code in codes.split(" | ")} == set(VERDICTS)
+    (codes,) = re.findall(rule, (REPOSITORY / "docs" / "trainers" / page).read_text())
+    assert {int(code) for code in re.findall(r"\d+", codes)} == set(VERDICTS)
 
 
 def test_the_grace_period_outlasts_the_end_of_the_command() -> None:
