@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -391,6 +392,23 @@ def test_restore_after_training_has_begun_causes_a_warning(
 def persistent(wrapped: bool) -> Any:
     loader = DataLoader(torch.zeros(4), num_workers=1, persistent_workers=True)
     return ResumableLoader(loader) if wrapped else loader
+
+
+def test_garbage_with_persistent_workers_is_no_loader(
+    attach: Attach, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loader that nothing uses any more, and that the garbage collection has not reached yet."""
+    loader = persistent(wrapped=False)
+    loader.itself = loader
+    model = nn.Linear(1, 1)
+    gc.disable()
+    try:
+        del loader
+        guard = attach(TrainingState(model, torch.optim.SGD(model.parameters(), 0.1)))
+        guard.step(1)
+    finally:
+        gc.enable()
+    assert not warnings_of(caplog)
 
 
 @pytest.mark.parametrize(("wrapped", "warnings"), [(False, 1), (True, 0)])

@@ -32,8 +32,24 @@ _STATE_OF_OPTIMIZER = torch.optim.Optimizer.state_dict
 
 def all_of_process() -> list[Any]:
     """Return all objects of the :data:`KINDS`; takes about 0.1 s for each million of objects."""
+    found = _objects()
+    if any(has_lasting_workers(each) for each in found):
+        # Such a loader and its iterator refer to each other: it may be garbage that nothing uses any more.
+        found.clear()
+        gc.collect()
+        found = _objects()
+    return found
+
+
+def _objects() -> list[Any]:
     # Some wrappers set __class__, so isinstance() would return True for them.
     return [each for each in gc.get_objects() if issubclass(type(each), KINDS)]
+
+
+def has_lasting_workers(item: object) -> bool:
+    """Whether this is a DataLoader with ``persistent_workers``."""
+    # The script may not have initialised it yet.
+    return issubclass(type(item), DataLoader) and bool(vars(item).get("persistent_workers"))
 
 
 class OutsideWatch:

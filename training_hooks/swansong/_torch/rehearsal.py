@@ -9,13 +9,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from swansong._torch.kinds import modules_of, optimizers_of
 from swansong._torch.loader import ResumableLoader, find_data_loader
 from swansong._torch.modules import load_module, state_of_module, unwrap
 from swansong._torch.objects import params_of
-from swansong._torch.outside import inside
+from swansong._torch.outside import has_lasting_workers, inside
 from swansong._torch.sharding import is_sharded
 
 log = logging.getLogger("swansong")
@@ -40,11 +39,7 @@ def warn_about_loaders(objects: Mapping[str, Any], found: Iterable[Any]) -> None
         objects: of the training state, by name.
         found: of the process; evaluation loaders are no part of the state.
     """
-    if any(
-        vars(loader).get("persistent_workers")  # the script may not have initialised it yet
-        for loader in found
-        if issubclass(type(loader), DataLoader)
-    ):
+    if any(map(has_lasting_workers, found)):
         log.warning(
             "a DataLoader has persistent_workers=True: a resumed run starts its workers again, and draws"
             " other random numbers from then on; wrap it in a ResumableLoader, evaluation loaders too"
