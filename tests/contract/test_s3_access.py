@@ -82,9 +82,9 @@ def test_a_configured_address_is_that_of_a_client(
     options = S3Options(endpoint=endpoint, region="eu-west-1", addressing=addressing)
     with monkeypatch.context() as without_address:
         without_address.setattr(access, "ENDPOINT", re.compile("nothing"))
-        expected = access.S3Access("bucket", options)._address()
+        expected = access.S3Access("s3://bucket", options, lambda: None)._address()
     monkeypatch.delattr(botocore.session.Session, "create_client")
-    assert access.S3Access("bucket", options)._address() == expected
+    assert access.S3Access("s3://bucket", options, lambda: None)._address() == expected
 
 
 @pytest.mark.usefixtures("below_localhost")

@@ -217,10 +217,19 @@ def interval(value: object) -> float | None:
     return None if value == "auto" else duration(value)
 
 
-def days(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= DAYS_MAX:
-        raise InvalidValue("is not a number of days", f"give a whole number from 0 to {DAYS_MAX}")
-    return value
+def _whole(low: int, high: int, problem: str, remedy: str = "") -> Reader:
+    def read(value: object) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise InvalidValue(problem, remedy or f"give a whole number from {low} to {high}")
+        return value
+
+    return read
+
+
+days = _whole(0, DAYS_MAX, "is not a number of days")
+count = _whole(0, COUNT_MAX, "is not a count")
+connections = _whole(1, 128, "is not a number of connections")
+_steps = _whole(0, STEP_MAX, "is not a number of steps", "give a whole number; 0 for no rule")
 
 
 def factor(value: object) -> float:
@@ -229,17 +238,9 @@ def factor(value: object) -> float:
     return float(value)
 
 
-def count(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= COUNT_MAX:
-        raise InvalidValue("is not a count", f"give a whole number from 0 to {COUNT_MAX}")
-    return value
-
-
 def steps(value: object) -> int | None:
     """A number of steps; None for 0, which means no rule."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= STEP_MAX:
-        raise InvalidValue("is not a number of steps", "give a whole number; 0 for no rule")
-    return value or None
+    return _steps(value) or None
 
 
 def _size(value: object, remedy: str) -> float:
@@ -301,12 +302,6 @@ bus_address = text(
     r"unix:(path=/|abstract=)[A-Za-z0-9_./%-]{1,200}",
     "give a D-Bus address such as unix:path=/run/dbus/system_bus_socket",
 )
-
-
-def connections(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 128:
-        raise InvalidValue("is not a number of connections", "give a whole number from 1 to 128")
-    return value
 
 
 def _split(value: str) -> tuple[str, str, str, str]:

@@ -42,11 +42,6 @@ def required_s(value: object, field: str) -> float:
     return bounds.number(seconds, field, 0.0, WALL_S_MAX)
 
 
-def optional_s(value: object, field: str) -> float | None:
-    """As :func:`required_s`; None remains None."""
-    return None if value is None else required_s(value, field)
-
-
 def instant_s(text: str) -> float | None:
     """As :func:`required_s`; None if the text is not a time that a record can have."""
     try:

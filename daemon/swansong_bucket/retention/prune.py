@@ -62,6 +62,10 @@ class PruneDecision:
     remains: str = ""
     """Why its manifests could not be deleted."""
 
+    @property
+    def goes(self) -> bool:
+        return not (self.reasons or self.remains)
+
 
 @dataclass(slots=True)
 class PruneReport:

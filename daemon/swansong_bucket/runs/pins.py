@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from swansong import bounds
-from swansong.bounds import BoundsError
 
 from swansong_bucket.errors import CorruptError, Exists, NotFound, TooLarge
 from swansong_bucket.format import record
@@ -19,6 +18,7 @@ from swansong_bucket.format.keys import UNSIGNED, RunKeys
 from swansong_bucket.model import CommitRef
 from swansong_bucket.runs.catalog import foreign_objects, is_folder
 from swansong_bucket.stores.base import ObjectStore
+from swansong_bucket.util.forms import FLAG, Form, text, whole
 
 FORMAT = "swansong-pin"
 BYTES_MAX = 64 * 2**10
@@ -60,6 +60,22 @@ class StoredPin:
         return self.age_s is None or age_s is None or age_s >= self.age_s
 
 
+def _pin(*, generation: int, step: int, final: bool, **texts: str) -> Pin:
+    return Pin(ref=CommitRef(generation, step, final), **texts)
+
+
+_PIN = Form(
+    _pin,
+    run=text(bounds.ID_CHARS_MAX),
+    name=text(bounds.ID_CHARS_MAX),
+    generation=whole(0, bounds.GENERATION_MAX),
+    step=whole(0, bounds.STEP_MAX),
+    final=FLAG,
+    note=text(NOTE_CHARS_MAX),
+    created=text(bounds.ID_CHARS_MAX),
+)
+
+
 def encode(pin: Pin) -> bytes:
     """The pin as the bytes of its object."""
     body = {
@@ -80,24 +96,7 @@ def decode(data: bytes) -> Pin:
     Raises:
         CorruptError: a field is missing or out of bounds.
     """
-    body = record.decode(data, FORMAT, BYTES_MAX)
-    try:
-        pin = Pin(
-            run=bounds.text(body.get("run"), "run of the pin", bounds.ID_CHARS_MAX),
-            name=bounds.text(body.get("name"), "name of the pin", bounds.ID_CHARS_MAX),
-            ref=CommitRef(
-                bounds.integer(
-                    body.get("generation"), "generation of the pin", 0, bounds.GENERATION_MAX
-                ),
-                bounds.integer(body.get("step"), "step of the pin", 0, bounds.STEP_MAX),
-                bounds.boolean(body.get("final"), "final of the pin"),
-            ),
-            note=bounds.text(body.get("note"), "note of the pin", NOTE_CHARS_MAX),
-            created=bounds.text(body.get("created"), "time of the pin", bounds.ID_CHARS_MAX),
-        )
-    except BoundsError as error:
-        raise CorruptError(str(error)) from None
-    return pin
+    return record.read(data, FORMAT, BYTES_MAX, _PIN)
 
 
 def create(store: ObjectStore, keys: RunKeys, pin: Pin) -> None:

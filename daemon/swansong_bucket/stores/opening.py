@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from swansong_bucket.config.sections import MirrorConfig, StoreAccess
 from swansong_bucket.errors import ConfigError
 from swansong_bucket.stores.azure.store import AzureStore
@@ -31,6 +33,12 @@ def open_store(
         ConfigError: the URL does not name a store, or an option is wrong.
     """
     url = config.url or ""
+    shared: dict[str, Any] = {
+        "endpoint": config.endpoint,
+        "connections": connections,
+        "ca_bundle": config.ca_bundle,
+        "lock": lock,
+    }
     match url.partition("://")[0]:
         case "file":
             if lock is not None:
@@ -39,42 +47,22 @@ def open_store(
                 )
             return FileStore(url)
         case "s3":
-            return S3Store(
-                url,
-                S3Options(
-                    endpoint=config.endpoint,
-                    connections=connections,
-                    ca_bundle=config.ca_bundle,
-                    lock=lock,
-                    region=config.region,
-                    profile=config.profile,
-                    addressing=config.addressing,
-                ),
+            options = S3Options(
+                region=config.region,
+                profile=config.profile,
+                addressing=config.addressing,
+                **shared,
             )
+            return S3Store(url, options)
         case "gs":
-            return GcsStore(
-                url,
-                GcsOptions(
-                    endpoint=config.endpoint,
-                    connections=connections,
-                    ca_bundle=config.ca_bundle,
-                    lock=lock,
-                ),
-            )
+            return GcsStore(url, GcsOptions(**shared))
         case "az":
             if lock is not None:
                 raise ConfigError(
                     ["store.lock_days: Azure locks no blob; set it to 0, or use S3 or GCS"],
                     hint="An immutability policy of the container keeps all blobs",
                 )
-            return AzureStore(
-                url,
-                AzureOptions(
-                    endpoint=config.endpoint,
-                    connections=connections,
-                    ca_bundle=config.ca_bundle,
-                ),
-            )
+            return AzureStore(url, AzureOptions(**shared))
         case scheme:
             raise ConfigError(
                 [f"store.url: unknown scheme {scheme!r:.40}; use file://, s3://, gs:// or az://"]

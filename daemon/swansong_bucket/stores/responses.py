@@ -122,12 +122,22 @@ def field(element: ET.Element, tag: str, max_chars: int) -> str:
     return found
 
 
-def is_truncated(page: ET.Element) -> bool:
-    """Whether the listing has more pages."""
-    found = page.findtext("IsTruncated", "").strip().lower()
-    if found not in ("true", "false"):
-        raise BoundsError(f"IsTruncated is {found!r:.40}, not true or false")
-    return found == "true"
+def _next_token(page: ET.Element, found: int, what: str) -> str | None:
+    """The token of the next page of S3; None on the last page.
+
+    Args:
+        found: number of the keys and folders on this page.
+        what: what they are.
+    """
+    count = page.findtext("KeyCount")
+    if count is not None and decimal(count, "KeyCount", 0, _ELEMENTS_MAX) > found:
+        raise BoundsError(f"KeyCount is {count}, and there are {found} {what}")
+    is_truncated = page.findtext("IsTruncated", "").strip().lower()
+    if is_truncated not in ("true", "false"):
+        raise BoundsError(f"IsTruncated is {is_truncated!r:.40}, not true or false")
+    if is_truncated == "false":
+        return None
+    return field(page, "NextContinuationToken", _TOKEN_CHARS_MAX)
 
 
 def decimal(value: Any, name: str, low: int, high: int) -> int:
@@ -156,11 +166,7 @@ def objects(response: Response, base: str, prefix: str) -> Page:
         )
         for item in page.findall("Contents")
     ]
-    count = page.findtext("KeyCount")
-    if count is not None and decimal(count, "KeyCount", 0, _ELEMENTS_MAX) > len(found):
-        raise BoundsError(f"KeyCount is {count}, and there are {len(found)} keys")
-    is_last = not is_truncated(page)
-    return Page(found, None if is_last else field(page, "NextContinuationToken", _TOKEN_CHARS_MAX))
+    return Page(found, _next_token(page, len(found), "keys"))
 
 
 def folders(response: Response, base: str, prefix: str) -> Folders:
@@ -171,13 +177,8 @@ def folders(response: Response, base: str, prefix: str) -> Folders:
         _folder(decoded(field(item, "Prefix", 3 * _KEY_CHARS_MAX)), base, prefix)
         for item in page.findall("CommonPrefixes")
     ]
-    count = page.findtext("KeyCount")
     found = len(names) + len(page.findall("Contents"))
-    if count is not None and decimal(count, "KeyCount", 0, _ELEMENTS_MAX) > found:
-        raise BoundsError(f"KeyCount is {count}, and there are {found} keys and folders")
-    is_last = not is_truncated(page)
-    token = None if is_last else field(page, "NextContinuationToken", _TOKEN_CHARS_MAX)
-    return Folders(names, token)
+    return Folders(names, _next_token(page, found, "keys and folders"))
 
 
 def blobs(response: Response, base: str, prefix: str) -> Page:
@@ -260,32 +261,31 @@ def _tag(etag: str) -> str:
 
 def json_objects(response: Response, base: str, prefix: str) -> Page:
     """Parse a page of a listing of GCS; see :func:`objects`."""
-    body = json_object(response.body, "the listing", RESPONSE_BYTES_MAX)
-    _expect_kind(body, "storage#objects")
+    body = _json(response, "the listing", "storage#objects")
     now = _stated_date(response)
     found = []
     for each in items(body.get("items", []), "items", _PAGE_ITEMS_MAX):
         item = mapping(each, "an item", 100)
         key = _below(text(item.get("name"), "name", _KEY_CHARS_MAX), base, prefix)
         found.append(_json_info(item, key, now))
-    token = body.get("nextPageToken")
-    return Page(found, None if token is None else _token(token))
+    return Page(found, _token(body))
 
 
 def json_folders(response: Response, base: str, prefix: str) -> Folders:
     """Parse a page of a listing of GCS with the delimiter ``/``; see :func:`objects`."""
-    body = json_object(response.body, "the listing", RESPONSE_BYTES_MAX)
-    _expect_kind(body, "storage#objects")
+    body = _json(response, "the listing", "storage#objects")
     names = [
         _folder(text(each, "a prefix", _KEY_CHARS_MAX), base, prefix)
         for each in items(body.get("prefixes", []), "prefixes", _PAGE_ITEMS_MAX)
     ]
-    token = body.get("nextPageToken")
-    return Folders(names, None if token is None else _token(token))
+    return Folders(names, _token(body))
 
 
-def _token(value: Any) -> str:
-    token = text(value, "nextPageToken", _TOKEN_CHARS_MAX)
+def _token(body: Mapping[str, Any]) -> str | None:
+    """The token of the next page of GCS; None on the last page."""
+    if body.get("nextPageToken") is None:
+        return None
+    token = text(body["nextPageToken"], "nextPageToken", _TOKEN_CHARS_MAX)
     if not token:
         raise BoundsError("nextPageToken is empty")
     return token
@@ -308,17 +308,19 @@ def json_metadata(response: Response, base: str, key: str) -> tuple[ObjectInfo, 
     Args:
         base: prefix of the store's URL; removed from the key.
     """
-    body = json_object(response.body, "the metadata", RESPONSE_BYTES_MAX)
-    _expect_kind(body, "storage#object")
+    body = _json(response, "the metadata", "storage#object")
     if body.get("name") != base + key:
         raise BoundsError(f"name is {body.get('name')!r:.80}, not {base + key!r:.80}")
     info = _json_info(body, key, _stated_date(response))
     return info, _crc32c(str(body.get("crc32c", "")))
 
 
-def _expect_kind(body: Mapping[str, Any], kind: str) -> None:
+def _json(response: Response, what: str, kind: str) -> Mapping[str, Any]:
+    """The JSON object of a response, which is of this kind."""
+    body = json_object(response.body, what, RESPONSE_BYTES_MAX)
     if body.get("kind") != kind:
         raise BoundsError(f"kind is {body.get('kind')!r:.40}, not {kind!r}")
+    return body
 
 
 # ---------------------------------------------------------------- headers

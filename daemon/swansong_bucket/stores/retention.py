@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import abc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from swansong.bounds import BoundsError, text
 
-from swansong_bucket.errors import Locked, NotFound, Permanent, Transient
+from swansong_bucket.errors import Forbidden, Locked, NotFound, Permanent, Transient
 from swansong_bucket.util.http1 import http_date
 
 LockMode = Literal["governance", "compliance"]
@@ -91,6 +92,13 @@ class Retention(abc.ABC):
         clock: of the store.
     """
 
+    _right: ClassVar[str]
+    """The fix for a role without the right to set a retention."""
+    _enable: str
+    """The fix for a bucket whose objects cannot have a retention."""
+    _disabled: ClassVar[type[Permanent]]
+    """The class of the error for such a bucket; a subclass has another cause."""
+
     def __init__(self, lock: Lock | None, has_lock: Callable[[], bool], clock: StoreClock) -> None:
         self._lock = lock
         self._has_lock = has_lock
@@ -125,6 +133,43 @@ class Retention(abc.ABC):
             except Permanent:  # no right to read the setting
                 self._may_lock = True
         return self._may_lock
+
+    def headers(self, key: str) -> dict[str, str]:
+        """Headers of the request that creates an object."""
+        until = self._end(key)
+        if self._lock is None or until is None:
+            return {}
+        return self._headers(self._lock.mode.upper(), stamp(until))
+
+    def extend(self, key: str) -> float | None:
+        """Extend the retention of an object to that of a new one; returns its end."""
+        until = self._end(key)
+        if self._lock is None or until is None:
+            return None
+        with self.explained(key):
+            self._extend(key, self._lock.mode, stamp(until))
+        return until
+
+    @contextmanager
+    def explained(self, key: str) -> Iterator[None]:
+        """Add the fix to the error of a request that gives an object a retention."""
+        try:
+            yield
+        except Permanent as error:
+            if self._period_s(key):
+                if isinstance(error, Forbidden):
+                    error.hint = f"{error.hint}. {self._right}".removeprefix(". ")
+                elif type(error) is self._disabled:
+                    error.hint = error.hint or self._enable
+            raise
+
+    @abc.abstractmethod
+    def _headers(self, mode: str, until: str) -> dict[str, str]:
+        """Headers of the request that creates an object with this mode and end of its retention."""
+
+    @abc.abstractmethod
+    def _extend(self, key: str, mode: LockMode, until: str) -> None:
+        """Set mode and end of the retention of an object."""
 
     @abc.abstractmethod
     def _until(self, key: str) -> float | None:

@@ -3,13 +3,13 @@
 
 The SDKs of the clouds form the requests and parse the responses.  Their own clients read a body of any size,
 and Google's follows redirects; so the requests are sent as those of the data path are.
+
+Each method raises Permanent without the right to read the setting: unknown is not absent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,23 +24,3 @@ class LifecycleRule:
     """It deletes objects by age or date."""
     storage_classes: tuple[str, ...] = ()
     """Classes of S3 to which the rule moves objects."""
-
-
-class BucketSettings(Protocol):
-    """Reads the settings of a bucket.
-
-    Each method raises Permanent without the right to read the setting: unknown is not absent.
-    """
-
-    bucket: str
-    prefix: str
-    """The prefix in the URL of the store: empty, or with a ``/`` at its end."""
-
-    def is_versioned(self) -> bool:
-        """Whether the bytes stay after a delete or an overwrite: by versions, or by soft delete on GCS."""
-
-    def has_lock(self) -> bool:
-        """Whether objects can have a retention."""
-
-    def lifecycle_rules(self) -> Sequence[LifecycleRule]:
-        """The rules that are in force."""

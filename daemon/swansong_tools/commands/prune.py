@@ -108,15 +108,14 @@ def _facts(run: str, report: PruneReport, prices: Prices, *, is_dry_run: bool) -
 def _table(decisions: list[PruneDecision]) -> Table:
     shown = table("GENERATION", "STEP", "AGE", "SIZE", "FREES", "DECISION", wraps="DECISION")
     for decision in decisions:
-        goes = not decision.reasons and not decision.remains
         shown.add_row(
             str(decision.ref.generation),
             f"{decision.ref.step}{' (final)' * decision.ref.is_final}",
             "-" if decision.age_s is None else human_age(decision.age_s),
             human_bytes(decision.size_bytes),
-            human_bytes(decision.freed_bytes) if goes else "-",
+            human_bytes(decision.freed_bytes) if decision.goes else "-",
             str(printable(_decision(decision))),
-            style=None if goes else "dim",
+            style=None if decision.goes else "dim",
         )
     return shown
 
@@ -130,12 +129,10 @@ def _decision(decision: PruneDecision) -> str:
 
 
 def _summarise(run: str, report: PruneReport, prices: Prices, *, is_dry_run: bool) -> None:
-    gone = [
-        decision for decision in report.decisions if not decision.reasons and not decision.remains
-    ]
+    gone = sum(decision.goes for decision in report.decisions)
     verb = "would delete" if is_dry_run else "deleted"
     print(
-        f"run {run}: {verb} {len(gone)} of {counted(len(report.decisions), 'commit')} and "
+        f"run {run}: {verb} {gone} of {counted(len(report.decisions), 'commit')} and "
         f"{counted(report.objects, 'object')}, "
         f"{human_bytes(report.freed_bytes)}{_money(report.freed_bytes, prices)}; "
         f"{human_bytes(report.kept_bytes)} stay{_money(report.kept_bytes, prices)}"

@@ -97,8 +97,7 @@ class Pruner:
         before = self.figures
         self.figures = replace(
             before,
-            commits=before.commits
-            + sum(not (each.reasons or each.remains) for each in report.decisions),
+            commits=before.commits + sum(each.goes for each in report.decisions),
             freed_bytes=before.freed_bytes + report.freed_bytes,
             succeeded_mono_s=time.monotonic(),
             kept_bytes=report.kept_bytes,

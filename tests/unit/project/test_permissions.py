@@ -109,7 +109,7 @@ def operations(module: Any) -> set[str]:
         for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
-        and node.func.attr in ("_call", "_read")
+        and node.func.attr in ("call", "_call", "_read")
         and node.args
         and isinstance(node.args[0], ast.Constant)
         and isinstance(node.args[0].value, str)

@@ -21,7 +21,7 @@ from swansong_bucket.stores.azure.auth import (
     classified,
     from_environment,
 )
-from swansong_bucket.stores.base import Body, Sink
+from swansong_bucket.stores.base import Body, Sink, account_container_and_prefix, named
 from swansong_bucket.stores.credentials import CredentialCache
 from swansong_bucket.stores.http.client import Response
 from swansong_bucket.stores.options import AzureOptions
@@ -68,15 +68,19 @@ class BlobMissing(NotFound):
 
 
 class AzureAccess:
-    """Connections and credentials for one container.
+    """Requests to one container, with its connections and credentials.
 
     Uses the account key or the shared access signature of the environment, else tokens of azure-identity.  A
     token is never sent over plain http.
+
+    Args:
+        url: ``az://account/container/prefix``.
     """
 
-    def __init__(self, account: str, container: str, options: AzureOptions) -> None:
-        self._account = account
-        self._address = options.address(account)
+    def __init__(self, url: str, options: AzureOptions) -> None:
+        self._url = url
+        self._account, container, self.prefix = account_container_and_prefix(url)
+        self._address = options.address(self._account)
         self._path = f"{urlsplit(self._address).path}/{container}"
         self._timeout_s = options.read_timeout_s
         trusted = os.environ.get("REQUESTS_CA_BUNDLE") or None
@@ -89,12 +93,13 @@ class AzureAccess:
         """Renew a token that expires soon; raises Permanent if there are no credentials."""
         self._credentials.renew()
 
-    def exchange(
+    def call(
         self,
+        what: str,
         method: str,
         key: str | None,
-        parameters: Mapping[str, str],
-        headers: Mapping[str, str],
+        parameters: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
         *,
         body: Body | None = None,
         sink: Sink | None = None,
@@ -105,34 +110,36 @@ class AzureAccess:
             Transient: also when other credentials were found after a refusal.
             StoreError: the store refused the request.
         """
-        credentials = self._credentials.get()
-        path = self._path if key is None else f"{self._path}/{quote(key)}"
-        sent = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": _VERSION, **headers}
-        query = urlencode(parameters, quote_via=quote)
-        match credentials:
-            case SharedKey():
-                length = (
-                    {"content-length": str(body.size_bytes)} if body and body.size_bytes else {}
-                )
-                sent["authorization"] = credentials.authorization(
-                    method, path, parameters, {**sent, **length}
-                )
-            case Sas():
-                query = "&".join(filter(None, (query, credentials.query)))
-            case Token():
-                sent["authorization"] = f"Bearer {credentials.text}"
-        response = self._wire.request(
-            method, f"{path}?{query}" if query else path, sent, body=body, sink=sink
-        )
-        if response.status < 300:
-            self._credentials.accept(credentials)
-            return response
-        code = response.headers.get("x-ms-error-code") or xml_text(response.body, "Code")
-        if response.status == 401 or code in _CREDENTIALS_CODES:
-            if self._credentials.replace(credentials, is_certain=True):
-                raise Transient(f"{_message(response, code)}; other credentials were found")
-            raise Permanent(_message(response, code), hint=_HINTS.get(code, CREDENTIALS_HINT))
-        raise _refusal(response, code)
+        parameters, headers = parameters or {}, headers or {}
+        path = self._path if key is None else f"{self._path}/{quote(self.prefix + key)}"
+        with named(f"{what} in {self._url}"):
+            credentials = self._credentials.get()
+            sent = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": _VERSION, **headers}
+            query = urlencode(parameters, quote_via=quote)
+            match credentials:
+                case SharedKey():
+                    length = (
+                        {"content-length": str(body.size_bytes)} if body and body.size_bytes else {}
+                    )
+                    sent["authorization"] = credentials.authorization(
+                        method, path, parameters, {**sent, **length}
+                    )
+                case Sas():
+                    query = "&".join(filter(None, (query, credentials.query)))
+                case Token():
+                    sent["authorization"] = f"Bearer {credentials.text}"
+            response = self._wire.request(
+                method, f"{path}?{query}" if query else path, sent, body=body, sink=sink
+            )
+            if response.status < 300:
+                self._credentials.accept(credentials)
+                return response
+            code = response.headers.get("x-ms-error-code") or xml_text(response.body, "Code")
+            if response.status == 401 or code in _CREDENTIALS_CODES:
+                if self._credentials.replace(credentials, is_certain=True):
+                    raise Transient(f"{_message(response, code)}; other credentials were found")
+                raise Permanent(_message(response, code), hint=_HINTS.get(code, CREDENTIALS_HINT))
+            raise _refusal(response, code)
 
     def _load_credentials(self) -> AzureCredentials | Identity:
         """The first source that has credentials."""

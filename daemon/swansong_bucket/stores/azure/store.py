@@ -19,8 +19,6 @@ from swansong_bucket.stores.base import (
     ObjectInfo,
     Page,
     Sink,
-    account_container_and_prefix,
-    named,
 )
 from swansong_bucket.stores.http.client import Response
 from swansong_bucket.stores.options import AzureOptions
@@ -41,9 +39,8 @@ class AzureStore(RemoteStore):
     """
 
     def __init__(self, url: str, options: AzureOptions) -> None:
-        account, container, prefix = account_container_and_prefix(url)
-        self._access = AzureAccess(account, container, options)
-        super().__init__(url, prefix, self._access.renew_credentials)
+        self._access = AzureAccess(url, options)
+        super().__init__(url, self._access.prefix, self._access.renew_credentials)
 
     def head(self, key: str) -> ObjectInfo | None:
         found = self._properties(key)
@@ -57,7 +54,7 @@ class AzureStore(RemoteStore):
     def delete(self, key: str, *, if_tag: str = "") -> None:
         """See the contract.  In an account with versions the bytes remain as an older version."""
         try:
-            self._call(
+            self._access.call(
                 f"delete {key}", "DELETE", key, headers={"if-match": if_tag} if if_tag else {}
             )
         except BlobMissing:
@@ -77,7 +74,7 @@ class AzureStore(RemoteStore):
     # ------------------------------------------------------------ requests
 
     def _read(self, key: str, headers: Mapping[str, str], sink: Sink) -> Response:
-        return self._call(f"get {key}", "GET", key, headers=headers, sink=sink)
+        return self._access.call(f"get {key}", "GET", key, headers=headers, sink=sink)
 
     def page(
         self,
@@ -99,7 +96,7 @@ class AzureStore(RemoteStore):
     def _properties(self, key: str) -> tuple[ObjectInfo, str] | None:
         """The blob and its MD5, which is empty if the store has none; None if it does not exist."""
         try:
-            response = self._call(f"head {key}", "HEAD", key)
+            response = self._access.call(f"head {key}", "HEAD", key)
         except BlobMissing:
             return None
         with responses.complete(f"head {key}"):
@@ -115,33 +112,15 @@ class AzureStore(RemoteStore):
         }
         if token is not None:
             parameters["marker"] = token
-        return self._call(f"list {prefix}", "GET", None, parameters)
+        return self._access.call(f"list {prefix}", "GET", None, parameters)
 
     def _put(self, key: str, body: Body, *, if_absent: bool) -> None:
         what, md5 = f"put {key}", content_md5(body.data)
         headers = {"x-ms-blob-type": "BlockBlob", "content-md5": md5}
         with self._creating(key) if if_absent else nullcontext():
             condition = _ABSENT if if_absent else {}
-            response = self._call(what, "PUT", key, headers=headers | condition, body=body)
+            response = self._access.call(what, "PUT", key, headers=headers | condition, body=body)
         with responses.complete(what):
             responses.etag_of(response.headers)
         if response.headers.get("content-md5", md5) != md5:
             raise Transient(f"{what} in {self.url}: the store has other bytes than were sent")
-
-    def _call(
-        self,
-        what: str,
-        method: str,
-        key: str | None,
-        parameters: Mapping[str, str] | None = None,
-        headers: Mapping[str, str] | None = None,
-        *,
-        body: Body | None = None,
-        sink: Sink | None = None,
-    ) -> Response:
-        """Send one request for a blob, or with key None for the container; returns a success."""
-        name = None if key is None else self._prefix + key
-        with named(f"{what} in {self.url}"):
-            return self._access.exchange(
-                method, name, parameters or {}, headers or {}, body=body, sink=sink
-            )

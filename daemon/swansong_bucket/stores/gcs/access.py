@@ -5,23 +5,24 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 from swansong import bounds
 from swansong.bounds import BoundsError
 
 from swansong_bucket.errors import Permanent, StoreError, Transient
-from swansong_bucket.stores.base import RENEW_BELOW_S, Body, Sink
+from swansong_bucket.stores.base import RENEW_BELOW_S, Body, Sink, bucket_and_prefix, named
 from swansong_bucket.stores.credentials import CredentialCache
 from swansong_bucket.stores.http.client import REFUSAL_BYTES_MAX, Response, Wire
 from swansong_bucket.stores.options import GcsOptions
 from swansong_bucket.stores.remote import refusal, translated, wire_to
 from swansong_bucket.stores.responses import one_line, xml_text
+from swansong_bucket.stores.retention import StoreClock
 
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 
@@ -44,14 +45,21 @@ class _NoCredentials(Permanent):
 
 
 class GcsAccess:
-    """Connections and credentials for one bucket.
+    """Requests to one bucket, with its connections and credentials.
 
     Uses Google's application default credentials: a file that GOOGLE_APPLICATION_CREDENTIALS names, those of
     gcloud, or the VM's service account from the metadata server.  No token is ever sent over plain http.
     Without credentials, requests to a store that is not Google's are anonymous.
+
+    Args:
+        url: ``gs://bucket/prefix``.
+        check: sends a request, for the clock of the store.
     """
 
-    def __init__(self, options: GcsOptions) -> None:
+    def __init__(self, url: str, options: GcsOptions, check: Callable[[], object]) -> None:
+        self._url = url
+        self.bucket, self.prefix = bucket_and_prefix(url)
+        self.clock = StoreClock(check)
         self._options = options
         self._endpoint = options.address
         trusted = os.environ.get("REQUESTS_CA_BUNDLE") or None
@@ -69,11 +77,45 @@ class GcsAccess:
         if self._authorization():
             self._credentials.renew()
 
+    def json(
+        self,
+        what: str,
+        method: str,
+        key: str | None,
+        parameters: Mapping[str, str] | None = None,
+        *,
+        body: Body | None = None,
+    ) -> Response:
+        """Send one request to the JSON interface for an object; with key None for the bucket's objects."""
+        target = f"/storage/v1/b/{quote(self.bucket, safe='')}/o"
+        if key is not None:
+            target += f"/{quote(self.prefix + key, safe='')}"
+        if parameters:
+            target += "?" + urlencode(parameters, quote_via=quote)
+        with named(f"{what} in {self._url}"):
+            headers = {"content-type": "application/json"} if body is not None else {}
+            return self.exchange(method, target, headers, body=body)
+
+    def xml(
+        self,
+        what: str,
+        method: str,
+        key: str,
+        *,
+        headers: Mapping[str, str],
+        body: Body | None = None,
+        sink: Sink | None = None,
+    ) -> Response:
+        """Send one request to the XML interface for an object."""
+        target = f"/{self.bucket}/{quote(self.prefix + key)}"
+        with named(f"{what} in {self._url}"):
+            return self.exchange(method, target, headers, body=body, sink=sink)
+
     def exchange(
         self,
         method: str,
         target: str,
-        headers: Mapping[str, str],
+        headers: Mapping[str, str] | None = None,
         *,
         body: Body | None = None,
         sink: Sink | None = None,
@@ -88,7 +130,7 @@ class GcsAccess:
         """
         authorization = self._authorization()
         response = self._wire.request(
-            method, target, {**headers, **authorization}, body=body, sink=sink
+            method, target, {**(headers or {}), **authorization}, body=body, sink=sink
         )
         # The cause of a 403 is a missing right, or a new key file of another account.
         is_of_credentials = bool(authorization) and response.status in (401, 403)
@@ -99,6 +141,7 @@ class GcsAccess:
         if response.status >= 300:
             raise _refusal(response)
         self._credentials.accept(authorization)
+        self.clock.observe(response.headers.get("date", ""))
         return response
 
     def _authorization(self) -> Mapping[str, str]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from io import BytesIO
@@ -15,7 +15,8 @@ from swansong.bounds import BoundsError, items, json_object, mapping, text
 
 from swansong_bucket.stores import responses
 from swansong_bucket.stores.base import named
-from swansong_bucket.stores.http.client import RESPONSE_BYTES_MAX, Response
+from swansong_bucket.stores.gcs.access import GcsAccess
+from swansong_bucket.stores.http.client import RESPONSE_BYTES_MAX
 from swansong_bucket.stores.settings import LifecycleRule
 
 _KINDS = ("storage#bucket", "storage#testIamPermissionsResponse")
@@ -24,27 +25,25 @@ _RULES_MAX = 1000
 
 
 class GcsSettings:
-    """See :class:`swansong_bucket.stores.settings.BucketSettings`.
+    """The settings of one bucket, see :mod:`swansong_bucket.stores.settings`."""
 
-    Args:
-        exchange: sends a request with a method and a target.
-    """
-
-    def __init__(self, bucket: str, prefix: str, exchange: Callable[[str, str], Response]) -> None:
-        self.bucket = bucket
-        self.prefix = prefix
-        self._exchange = exchange
+    def __init__(self, access: GcsAccess) -> None:
+        self.bucket, self.prefix = access.bucket, access.prefix
+        self._access = access
 
     def is_versioned(self) -> bool:
+        """Whether the bytes stay after a delete or an overwrite, by versions or by soft delete."""
         with self._read() as bucket:
             kept_s = bucket.soft_delete_policy.retention_duration_seconds
             return bucket.versioning_enabled is True or bool(kept_s)
 
     def has_lock(self) -> bool:
+        """Whether objects can have a retention."""
         with self._read() as bucket:
             return bool(bucket.object_retention_mode == "Enabled")
 
     def lifecycle_rules(self) -> Sequence[LifecycleRule]:
+        """The rules that are in force."""
         with self._read() as bucket:
             rules = items(list(bucket.lifecycle_rules), "rule", _RULES_MAX)
             return [_rule(dict(rule)) for rule in rules]
@@ -92,7 +91,7 @@ class GcsSettings:
         import requests  # noqa: PLC0415 - slow to import
 
         parts = urlsplit(url)
-        response = self._exchange(method, f"{parts.path}?{parts.query}")
+        response = self._access.exchange(method, f"{parts.path}?{parts.query}")
         found = json_object(response.body, "the settings", RESPONSE_BYTES_MAX)
         if found.get("kind") not in _KINDS:
             raise BoundsError(f"kind is {found.get('kind')!r:.40}, not {_KINDS[0]!r}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from urllib.parse import quote, urlencode
 
 from swansong_bucket.errors import Changed, Exists, NotFound, Permanent, Transient
 from swansong_bucket.stores import responses
@@ -19,8 +18,6 @@ from swansong_bucket.stores.base import (
     ObjectInfo,
     Page,
     Sink,
-    bucket_and_prefix,
-    named,
 )
 from swansong_bucket.stores.checksums import crc32c_base64
 from swansong_bucket.stores.gcs.access import GcsAccess
@@ -29,7 +26,6 @@ from swansong_bucket.stores.gcs.settings import GcsSettings
 from swansong_bucket.stores.http.client import Response
 from swansong_bucket.stores.options import GcsOptions
 from swansong_bucket.stores.remote import RemoteStore
-from swansong_bucket.stores.retention import StoreClock
 
 _HASH = "x-goog-hash"
 _INFO_FIELDS = "name,size,timeCreated,generation"
@@ -45,14 +41,10 @@ class GcsStore(RemoteStore):
     """
 
     def __init__(self, url: str, options: GcsOptions) -> None:
-        self._bucket, prefix = bucket_and_prefix(url)
-        self._access = GcsAccess(options)
-        super().__init__(url, prefix, self._access.renew_credentials)
-        self._clock = StoreClock(self.check)
-        self.settings = GcsSettings(self._bucket, prefix, self._exchange)
-        self._retention = GcsRetention(
-            options.lock, self.settings.has_lock, self._clock, self._json
-        )
+        self._access = GcsAccess(url, options, self.check)
+        super().__init__(url, self._access.prefix, self._access.renew_credentials)
+        self.settings = GcsSettings(self._access)
+        self._retention = GcsRetention(options.lock, self.settings.has_lock, self._access)
 
     def head(self, key: str) -> ObjectInfo | None:
         found = self._metadata(key)
@@ -68,7 +60,7 @@ class GcsStore(RemoteStore):
         self._retention.expect_none(key)
         condition = {"ifGenerationMatch": if_tag} if if_tag else {}
         try:
-            self._json(f"delete {key}", "DELETE", key, condition)
+            self._access.json(f"delete {key}", "DELETE", key, condition)
         except NotFound:
             return
         except Exists as other:
@@ -81,7 +73,7 @@ class GcsStore(RemoteStore):
     # ------------------------------------------------------------ requests
 
     def _read(self, key: str, headers: Mapping[str, str], sink: Sink) -> Response:
-        return self._xml(f"get {key}", "GET", key, headers=headers, sink=sink)
+        return self._access.xml(f"get {key}", "GET", key, headers=headers, sink=sink)
 
     def _holds(self, key: str, body: Body) -> bool:
         found = self._metadata(key)
@@ -95,7 +87,7 @@ class GcsStore(RemoteStore):
         """The object and its CRC32C; None if it does not exist."""
         fields = {"fields": f"kind,{_INFO_FIELDS},crc32c"}
         try:
-            response = self._json(f"head {key}", "GET", key, fields)
+            response = self._access.json(f"head {key}", "GET", key, fields)
         except NotFound:
             # Object and bucket have the same 404: a listing raises NotFound if the bucket is missing.
             self.page(key, None, items=1)
@@ -123,54 +115,7 @@ class GcsStore(RemoteStore):
         }
         if token is not None:
             parameters["pageToken"] = token
-        return self._json(f"list {prefix}", "GET", None, parameters)
-
-    def _json(
-        self,
-        what: str,
-        method: str,
-        key: str | None,
-        parameters: Mapping[str, str] | None = None,
-        *,
-        body: Body | None = None,
-    ) -> Response:
-        """Send one request to the JSON interface for an object; with key None for the bucket's objects."""
-        target = f"/storage/v1/b/{quote(self._bucket, safe='')}/o"
-        if key is not None:
-            target += f"/{quote(self._prefix + key, safe='')}"
-        if parameters:
-            target += "?" + urlencode(parameters, quote_via=quote)
-        with named(f"{what} in {self.url}"):
-            headers = {"content-type": "application/json"} if body is not None else {}
-            return self._exchange(method, target, headers, body=body)
-
-    def _xml(
-        self,
-        what: str,
-        method: str,
-        key: str,
-        *,
-        headers: Mapping[str, str] | None = None,
-        body: Body | None = None,
-        sink: Sink | None = None,
-    ) -> Response:
-        """Send one request to the XML interface for an object."""
-        target = f"/{self._bucket}/{quote(self._prefix + key)}"
-        with named(f"{what} in {self.url}"):
-            return self._exchange(method, target, headers, body=body, sink=sink)
-
-    def _exchange(
-        self,
-        method: str,
-        target: str,
-        headers: Mapping[str, str] | None = None,
-        *,
-        body: Body | None = None,
-        sink: Sink | None = None,
-    ) -> Response:
-        response = self._access.exchange(method, target, headers or {}, body=body, sink=sink)
-        self._clock.observe(response.headers.get("date", ""))
-        return response
+        return self._access.json(f"list {prefix}", "GET", None, parameters)
 
     def _put(self, key: str, body: Body, *, if_absent: bool) -> None:
         what = f"put {key}"
@@ -180,7 +125,7 @@ class GcsStore(RemoteStore):
             _HASH: f"crc32c={crc32c_base64(body.crc32c)}",
         }
         with self._creating(key) if if_absent else nullcontext(), self._retention.explained(key):
-            response = self._xml(what, "PUT", key, headers=headers, body=body)
+            response = self._access.xml(what, "PUT", key, headers=headers, body=body)
         with responses.complete(what):
             responses.etag_of(response.headers)
         reported = responses.hashed_crc32c(response.headers.get(_HASH, ""))

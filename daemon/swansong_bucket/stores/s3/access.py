@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -18,12 +18,13 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from swansong_bucket.errors import Exists, NotFound, Permanent, StoreError, Transient
-from swansong_bucket.stores.base import Body, Sink
+from swansong_bucket.stores.base import Body, Sink, bucket_and_prefix, named
 from swansong_bucket.stores.credentials import CredentialCache
 from swansong_bucket.stores.http.client import Response, Wire
 from swansong_bucket.stores.options import ENDPOINT, Addressing, S3Options
 from swansong_bucket.stores.remote import refusal, translated, wire_to
 from swansong_bucket.stores.responses import one_line, xml_text
+from swansong_bucket.stores.retention import StoreClock
 from swansong_bucket.stores.s3.sigv4 import (
     EMPTY_PAYLOAD,
     AwsCredentials,
@@ -114,11 +115,14 @@ class S3Access:
     """Signed requests to one bucket.
 
     Args:
-        bucket: its name.
+        url: ``s3://bucket/prefix``.
+        check: sends a request, for the clock of the store.
     """
 
-    def __init__(self, bucket: str, options: S3Options) -> None:
-        self._bucket = bucket
+    def __init__(self, url: str, options: S3Options, check: Callable[[], object]) -> None:
+        self._url = url
+        self.bucket, self.prefix = bucket_and_prefix(url)
+        self.clock = StoreClock(check)
         self._options = options
         self._region = options.region
         """Replaced by the region in a redirect."""
@@ -131,12 +135,35 @@ class S3Access:
 
     # ------------------------------------------------------------ requests
 
-    def exchange(self, request: S3Request) -> Response:
-        """Send one signed request; returns the response of a success.
+    def call(
+        self,
+        operation: str,
+        method: str,
+        key: str | None,
+        parameters: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        payload: str = EMPTY_PAYLOAD,
+        body: Body | None = None,
+        sink: Sink | None = None,
+    ) -> Response:
+        """Send one signed request for an object, or with key None for the bucket; returns a success.
+
+        Args:
+            operation: name in the documentation of S3, as in its permissions.
 
         Raises:
             StoreError: the store refused the request; also when it redirects to another address.
         """
+        path = "" if key is None else f"/{self.prefix}{key}"
+        what = operation if key is None else f"{operation} {key}"
+        request = S3Request(method, path, parameters or {}, headers or {}, payload, body, sink)
+        with named(f"{what} in {self._url}"):
+            response = self._exchange(request)
+        self.clock.observe(response.headers.get("date", ""))
+        return response
+
+    def _exchange(self, request: S3Request) -> Response:
         route, credentials = self.route(), self._credentials.get()
         method = request.method
         response = _sent(route, credentials, request)
@@ -223,7 +250,7 @@ class S3Access:
         self._trusted = session.get_config_variable("ca_bundle")
         given, region, style = self._options.endpoint, self._region, self._addressing_style()
         if given and ENDPOINT.fullmatch(given) and region and style == "path":
-            return given, f"/{self._bucket}", region  # a client of botocore reads 2 MB of models
+            return given, f"/{self.bucket}", region  # a client of botocore reads 2 MB of models
         addressing: Any = {"addressing_style": style}
         client = session.create_client(
             "s3",
@@ -233,7 +260,7 @@ class S3Access:
             **_UNUSED_KEYS,
         )
         url = client.generate_presigned_url(
-            "put_object", Params={"Bucket": self._bucket, "Key": _SAMPLE_KEY}
+            "put_object", Params={"Bucket": self.bucket, "Key": _SAMPLE_KEY}
         )
         parts = urlsplit(url)
         found_region = parse_qs(parts.query)["X-Amz-Credential"][0].split("/")[2]
@@ -246,7 +273,7 @@ class S3Access:
         if self._options.endpoint:
             return "path"
         # Given no style, botocore names the global host in addresses, which redirects new buckets.
-        return "virtual" if _HOST_NAME.fullmatch(self._bucket) else "auto"
+        return "virtual" if _HOST_NAME.fullmatch(self.bucket) else "auto"
 
     def _load_credentials(self) -> Any:
         """botocore's credentials, from the first source that has some."""

@@ -5,108 +5,56 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Callable
 from xml.etree import ElementTree as ET
 
-from swansong_bucket.errors import Forbidden, NotFound, Permanent
+from swansong_bucket.errors import NotFound
 from swansong_bucket.stores import responses
 from swansong_bucket.stores.base import Body
 from swansong_bucket.stores.checksums import crc32c_base64
-from swansong_bucket.stores.http.client import Response
-from swansong_bucket.stores.retention import Lock, Retention, StoreClock, instant, stamp
-from swansong_bucket.stores.s3.access import Invalid
-
-_RIGHT = "Allow s3:PutObjectRetention: packer/permissions/aws-vm-lock.json has the statement"
-_MODE = "x-amz-object-lock-mode"
-_UNTIL = "x-amz-object-lock-retain-until-date"
-
-
-class S3Call(Protocol):
-    """Sends a request for an object, or with key None for the bucket."""
-
-    def __call__(
-        self,
-        operation: str,
-        method: str,
-        key: str | None,
-        parameters: Mapping[str, str] | None = None,
-        headers: Mapping[str, str] | None = None,
-        *,
-        payload: str = ...,
-        body: Body | None = None,
-    ) -> Response: ...
+from swansong_bucket.stores.retention import Lock, LockMode, Retention, instant
+from swansong_bucket.stores.s3.access import Invalid, S3Access
 
 
 class S3Retention(Retention):
-    """The retention of the objects of one bucket of S3.
+    """The retention of the objects of one bucket of S3."""
 
-    Args:
-        bucket: its name, for errors.
-        call: sends requests.
-    """
+    _right = "Allow s3:PutObjectRetention: packer/permissions/aws-vm-lock.json has the statement"
+    _disabled = Invalid
 
-    def __init__(
-        self,
-        lock: Lock | None,
-        has_lock: Callable[[], bool],
-        clock: StoreClock,
-        call: S3Call,
-        bucket: str,
-    ) -> None:
-        super().__init__(lock, has_lock, clock)
-        self._call = call
-        self._bucket = bucket
+    def __init__(self, lock: Lock | None, has_lock: Callable[[], bool], access: S3Access) -> None:
+        super().__init__(lock, has_lock, access.clock)
+        self._access = access
+        self._enable = (
+            "Enable Object Lock: "
+            f"`aws s3api put-bucket-versioning --bucket {access.bucket} "
+            "--versioning-configuration Status=Enabled && "
+            f"aws s3api put-object-lock-configuration --bucket {access.bucket} "
+            "--object-lock-configuration ObjectLockEnabled=Enabled`; or set store.lock_days = 0"
+        )
 
-    def headers(self, key: str) -> dict[str, str]:
-        """Headers of the request that creates an object."""
-        until = self._end(key)
-        if self._lock is None or until is None:
-            return {}
-        # S3 requires a checksum that it verifies; this header names the one in the request.
-        integrity = {"x-amz-sdk-checksum-algorithm": "CRC32C"}
-        return {_MODE: self._lock.mode.upper(), _UNTIL: stamp(until), **integrity}
+    def _headers(self, mode: str, until: str) -> dict[str, str]:
+        return {
+            "x-amz-object-lock-mode": mode,
+            "x-amz-object-lock-retain-until-date": until,
+            # S3 requires a checksum that it verifies; this header names the one in the request.
+            "x-amz-sdk-checksum-algorithm": "CRC32C",
+        }
 
-    @contextmanager
-    def explained(self, key: str) -> Iterator[None]:
-        """Add the fix to the error of a request that creates an object with a retention."""
-        try:
-            yield
-        except Invalid as error:
-            if self._period_s(key):
-                raise Permanent(str(error), hint=self._enable()) from error
-            raise
-        except Forbidden as error:
-            if self._period_s(key):
-                error.hint = f"{error.hint}. {_RIGHT}".removeprefix(". ")
-            raise
-
-    def extend(self, key: str) -> float | None:
-        """Extend the retention of an object to that of a new one; returns its end."""
-        until = self._end(key)
-        if self._lock is None or until is None:
-            return None
+    def _extend(self, key: str, mode: LockMode, until: str) -> None:
         order = ET.Element("Retention")
-        ET.SubElement(order, "Mode").text = self._lock.mode.upper()
-        ET.SubElement(order, "RetainUntilDate").text = stamp(until)
-        with self.explained(key):
-            headers, payload, body = signed_document(order)
-            self._call(
-                "PutObjectRetention",
-                "PUT",
-                key,
-                {"retention": ""},
-                headers,
-                payload=payload,
-                body=body,
-            )
-        return until
+        ET.SubElement(order, "Mode").text = mode.upper()
+        ET.SubElement(order, "RetainUntilDate").text = until
+        headers, payload, body = signed_document(order)
+        query = {"retention": ""}
+        self._access.call(
+            "PutObjectRetention", "PUT", key, query, headers, payload=payload, body=body
+        )
 
     def _until(self, key: str) -> float | None:
         what = f"GetObjectRetention {key}"
         try:
-            response = self._call("GetObjectRetention", "GET", key, {"retention": ""})
+            response = self._access.call("GetObjectRetention", "GET", key, {"retention": ""})
         except NotFound:  # no object, or an object without a retention
             return None
         except Invalid:
@@ -115,15 +63,6 @@ class S3Retention(Retention):
         with responses.complete(what):
             found = responses.document(response, "Retention").findtext("RetainUntilDate")
             return instant(found, "RetainUntilDate")
-
-    def _enable(self) -> str:
-        return (
-            "Enable Object Lock: "
-            f"`aws s3api put-bucket-versioning --bucket {self._bucket} "
-            "--versioning-configuration Status=Enabled && "
-            f"aws s3api put-object-lock-configuration --bucket {self._bucket} "
-            "--object-lock-configuration ObjectLockEnabled=Enabled`; or set store.lock_days = 0"
-        )
 
 
 def signed_document(root: ET.Element) -> tuple[dict[str, str], str, Body]:

@@ -14,8 +14,7 @@ from swansong.bounds import items, json_object
 from swansong_bucket.errors import NotFound
 from swansong_bucket.stores import responses
 from swansong_bucket.stores.http.client import RESPONSE_BYTES_MAX
-from swansong_bucket.stores.s3.access import Unsupported, errors_of
-from swansong_bucket.stores.s3.retention import S3Call
+from swansong_bucket.stores.s3.access import S3Access, Unsupported, errors_of
 from swansong_bucket.stores.settings import LifecycleRule
 
 _RULES_MAX = 1000
@@ -29,21 +28,18 @@ _ROOTS = {
 
 
 class S3Settings:
-    """See :class:`swansong_bucket.stores.settings.BucketSettings`.
+    """The settings of one bucket, see :mod:`swansong_bucket.stores.settings`."""
 
-    Args:
-        call: sends requests.
-    """
-
-    def __init__(self, bucket: str, prefix: str, call: S3Call) -> None:
-        self.bucket = bucket
-        self.prefix = prefix
-        self._call = call
+    def __init__(self, access: S3Access) -> None:
+        self.bucket, self.prefix = access.bucket, access.prefix
+        self._access = access
 
     def is_versioned(self) -> bool:
+        """Whether the bytes stay as an older version after a delete or an overwrite."""
         return bool(self._read("get_bucket_versioning").get("Status") == "Enabled")
 
     def has_lock(self) -> bool:
+        """Whether objects can have a retention."""
         try:
             found = self._read("get_object_lock_configuration")
         except (NotFound, Unsupported):
@@ -52,6 +48,7 @@ class S3Settings:
         return bool(lock.get("ObjectLockEnabled") == "Enabled")
 
     def lifecycle_rules(self) -> Sequence[LifecycleRule]:
+        """The rules that are in force."""
         try:
             found = self._read("get_bucket_lifecycle_configuration")
         except NotFound:
@@ -93,7 +90,7 @@ class S3Settings:
 
         operation = event_name.rpartition(".")[2]
         query = dict(parse_qsl(urlsplit(request.url).query, keep_blank_values=True))
-        response = self._call(operation, request.method, None, query)
+        response = self._access.call(operation, request.method, None, query)
         if operation in _ROOTS:
             # botocore reads an empty document, and each foreign one, as settings without a value.
             with responses.complete(operation):

@@ -17,20 +17,17 @@ from swansong_bucket.stores.base import (
     ObjectInfo,
     Page,
     Sink,
-    bucket_and_prefix,
     delete_each,
     expect_few,
-    named,
 )
 from swansong_bucket.stores.checksums import crc32c_base64
 from swansong_bucket.stores.http.client import Response
 from swansong_bucket.stores.options import S3Options
 from swansong_bucket.stores.remote import RemoteStore
-from swansong_bucket.stores.retention import StoreClock
-from swansong_bucket.stores.s3.access import S3Access, S3Request, Unsupported
+from swansong_bucket.stores.s3.access import S3Access, Unsupported
 from swansong_bucket.stores.s3.retention import S3Retention, signed_document
 from swansong_bucket.stores.s3.settings import S3Settings
-from swansong_bucket.stores.s3.sigv4 import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD
+from swansong_bucket.stores.s3.sigv4 import UNSIGNED_PAYLOAD
 from swansong_bucket.util.threads import parallel
 
 _CHECKSUM = "x-amz-checksum-crc32c"
@@ -46,18 +43,14 @@ class S3Store(RemoteStore):
     """
 
     def __init__(self, url: str, options: S3Options) -> None:
-        bucket, prefix = bucket_and_prefix(url)
-        self._access = S3Access(bucket, options)
-        super().__init__(url, prefix, self._access.renew_credentials)
-        self._clock = StoreClock(self.check)
-        self.settings = S3Settings(bucket, prefix, self._call)
-        self._retention = S3Retention(
-            options.lock, self.settings.has_lock, self._clock, self._call, bucket
-        )
+        self._access = S3Access(url, options, self.check)
+        super().__init__(url, self._access.prefix, self._access.renew_credentials)
+        self.settings = S3Settings(self._access)
+        self._retention = S3Retention(options.lock, self.settings.has_lock, self._access)
 
     def head(self, key: str) -> ObjectInfo | None:
         try:
-            response = self._call("HeadObject", "HEAD", key)
+            response = self._access.call("HeadObject", "HEAD", key)
         except NotFound:
             # Object and bucket have the same 404: a listing raises NotFound if the bucket is missing.
             self.page(key, None, items=1)
@@ -78,7 +71,7 @@ class S3Store(RemoteStore):
     def _delete(self, key: str, if_tag: str) -> None:
         condition = {"if-match": if_tag} if if_tag else {}
         try:
-            self._call("DeleteObject", "DELETE", key, headers=condition)
+            self._access.call("DeleteObject", "DELETE", key, headers=condition)
         except (NotFound, Exists) as refused:
             # A condition makes a missing object an error: 404, or 412 from SeaweedFS.
             if not if_tag:
@@ -103,7 +96,7 @@ class S3Store(RemoteStore):
         ET.SubElement(order, "Quiet").text = "true"
         headers, payload, body = signed_document(order)
         try:
-            response = self._call(
+            response = self._access.call(
                 "DeleteObjects",
                 "POST",
                 None,
@@ -138,7 +131,7 @@ class S3Store(RemoteStore):
     # ------------------------------------------------------------ requests
 
     def _read(self, key: str, headers: Mapping[str, str], sink: Sink) -> Response:
-        return self._call("GetObject", "GET", key, headers=headers, sink=sink)
+        return self._access.call("GetObject", "GET", key, headers=headers, sink=sink)
 
     def page(
         self, prefix: str, token: str | None, *, after: str = "", items: int | None = None
@@ -160,12 +153,12 @@ class S3Store(RemoteStore):
         }
         if token is not None:
             parameters["continuation-token"] = token
-        return self._call("ListObjectsV2", "GET", None, parameters)
+        return self._access.call("ListObjectsV2", "GET", None, parameters)
 
     def _holds(self, key: str, body: Body) -> bool | None:
         headers = {"x-amz-checksum-mode": "ENABLED"}
         try:
-            response = self._call("HeadObject", "HEAD", key, headers=headers)
+            response = self._access.call("HeadObject", "HEAD", key, headers=headers)
         except NotFound:
             return False
         with responses.complete(f"HeadObject {key}"):
@@ -181,7 +174,7 @@ class S3Store(RemoteStore):
         headers = {_CHECKSUM: checksum, **condition, **self._retention.headers(key)}
         payload = UNSIGNED_PAYLOAD if is_tls else body.sha256()
         with self._retention.explained(key):
-            response = self._call(
+            response = self._access.call(
                 "PutObject", "PUT", key, headers=headers, payload=payload, body=body
             )
         with responses.complete(f"PutObject {key} in {self.url}"):
@@ -190,28 +183,3 @@ class S3Store(RemoteStore):
             raise Transient(
                 f"PutObject {key} in {self.url}: the store has other bytes than were sent"
             )
-
-    def _call(
-        self,
-        operation: str,
-        method: str,
-        key: str | None,
-        parameters: Mapping[str, str] | None = None,
-        headers: Mapping[str, str] | None = None,
-        *,
-        payload: str = EMPTY_PAYLOAD,
-        body: Body | None = None,
-        sink: Sink | None = None,
-    ) -> Response:
-        """Send one signed request for an object, or with key None for the bucket; returns a success.
-
-        Args:
-            operation: name in the documentation of S3, as in its permissions.
-        """
-        path = "" if key is None else f"/{self._prefix}{key}"
-        what = operation if key is None else f"{operation} {key}"
-        request = S3Request(method, path, parameters or {}, headers or {}, payload, body, sink)
-        with named(f"{what} in {self.url}"):
-            response = self._access.exchange(request)
-        self._clock.observe(response.headers.get("date", ""))
-        return response
