@@ -61,6 +61,13 @@ SOON = {
     "swansong_tools.commands.client.TIMEOUT_S": 1.0,
 }
 """Limits for a daemon that hangs."""
+SELDOM = {"swansong_tools.commands.run_supervisor._LOOK_S": 600.0}
+"""Time between two looks at the status while the trainer trains."""
+
+
+def with_constants(constants: dict[str, float]) -> tuple[str, ...]:
+    """The program with other values of these constants."""
+    return (sys.executable, str(WITH_CONSTANTS), json.dumps(constants), str(BIN / "swansong"))
 
 
 class Command:
@@ -148,9 +155,7 @@ def test_ctrl_c_saves_and_a_failed_daemon_is_started_again(
     start: Start, fault: signal.Signals
 ) -> None:
     """SAFE also after a crash or a hang, and nothing is left.  A second start is refused meanwhile."""
-    command = start(
-        program=(sys.executable, str(WITH_CONSTANTS), json.dumps(SOON), str(BIN / "swansong"))
-    )
+    command = start(program=with_constants(SOON))
     *_, daemon, _, pid = pids = command.training()
     os.kill(daemon, fault)
     restarted = until(
@@ -175,8 +180,10 @@ def test_ctrl_c_saves_and_a_failed_daemon_is_started_again(
 
 
 def test_a_longer_grace_period_is_that_of_the_notice(start: Start) -> None:
-    """The daemon that the command starts plans with it, and the command waits for the verdict."""
-    command = start(options=("run", "--run", "r", "--grace", "100s"))
+    """The daemon that the command starts plans with it.  The command looks for the verdict more often."""
+    command = start(
+        options=("run", "--run", "r", "--grace", "100s"), program=with_constants(SELDOM)
+    )
     command.training()
     command.process.kill(signal.SIGTERM)
     assert command.process.wait() == EXIT_SAVED

@@ -56,6 +56,9 @@ class ConcurrencyLimit:
     _rate_before: float = field(init=False, default=0.0)
     _pause_s: float = field(init=False, default=_PAUSE_S[0])
     _pause_until_mono_s: float = field(init=False, default=0.0)
+    """A clearly higher rate ends the pause: a notice has lifted the limit of the background, for example."""
+    _rate_without_gain: float = field(init=False, default=0.0)
+    """The mean rate of the last doubling without effect."""
     _samples: list[_Sample] = field(init=False, default_factory=list)
     """Those since the doubling under trial, or of the last second."""
 
@@ -63,20 +66,20 @@ class ConcurrencyLimit:
         self.now = self._before = min(FIRST, self.most)
 
     def begin(self) -> None:
-        """Prepare for another transfer: half of the last limit, whose doubling is tried first."""
-        self.now = min(self.most, max(FIRST, self._before // 2))
-        self._pause_s, self._pause_until_mono_s = _PAUSE_S[0], 0.0
-        self.reset_counters()
+        """Prepare for another transfer: half of the last limit, whose doubling is tried first.
 
-    def reset_counters(self) -> None:
-        """Prepare for a byte counter that starts from zero.  The limit stays."""
-        self._before, self._samples = self.now, []
+        A transfer that ended before its rate was measured does not count as the last one.
+        """
+        if self._before < self.now or len(self._samples) > 1:
+            self._before = min(self.most, max(FIRST, self._before // 2))
+        self.now, self._samples = self._before, []
+        self._pause_s, self._pause_until_mono_s = _PAUSE_S[0], 0.0
 
     def sample(self, now_mono_s: float, moved_bytes: int, cpu_s: float, cpus: int) -> None:
         """Take a sample, and adapt the limit.  Calls within :data:`SAMPLE_S` of the last sample do nothing.
 
         Args:
-            moved_bytes: total bytes transferred since the start or :meth:`reset_counters`.
+            moved_bytes: total bytes transferred since the start or :meth:`begin`.
             cpu_s: total CPU time of this process, which may use ``cpus`` processors.
         """
         last = self._samples[-1] if self._samples else None
@@ -89,13 +92,15 @@ class ConcurrencyLimit:
         if self._before < self.now:
             self._judge(new, new.rate_since(last))
         else:
-            while new.mono_s - self._samples[0].mono_s > _MEMORY_S:
+            while self._samples[0] is not last and new.mono_s - self._samples[0].mono_s > _MEMORY_S:
                 del self._samples[0]
         is_busy = cpu_s - last.cpu_s > _BUSY_SHARE * (now_mono_s - last.mono_s) * cpus
         may_double = self._before == self.now < self.most and not is_busy
-        if may_double and now_mono_s >= self._pause_until_mono_s:
+        is_faster = new.rate_since(self._samples[0]) > _CLEAR_GAIN * self._rate_without_gain
+        if may_double and (now_mono_s >= self._pause_until_mono_s or is_faster):
             # No bytes move while all requests await responses: more of them may.
-            self._rate_before = min(new.rate_since(self._samples[0]), new.rate_since(last))
+            is_moving = new.moved_bytes > last.moved_bytes
+            self._rate_before = new.rate_since(self._samples[0]) if is_moving else 0.0
             self.now, self._samples = min(2 * self.now, self.most), [new]
 
     def _judge(self, new: _Sample, last_rate: float) -> None:
@@ -108,6 +113,7 @@ class ConcurrencyLimit:
             self._before, self._pause_s = self.now, _PAUSE_S[0]
             self._samples = self._samples[-2:] if new is first else self._samples[1:]
         elif took_s >= _TRIAL_S[1]:
+            self._rate_without_gain = new.rate_since(first)
             self.now, self._samples = self._before, [self._samples[-2], new]
             self._pause_until_mono_s = new.mono_s + self._pause_s
             self._pause_s = min(2 * self._pause_s, _PAUSE_S[1])

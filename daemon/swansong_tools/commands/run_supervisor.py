@@ -34,7 +34,7 @@ from swansong_tools.units import human_s
 _EXIT_BY_VERDICT = {**EXIT_BY_VERDICT, Verdict.SAFE: EXIT_SAVED}
 _POLL_S = 0.1
 _LOOK_S, _LOOK_SOON_S = 1.0, 0.2
-"""Time between two looks at the status, without and with an evacuation."""
+"""Time between two looks at the status; the second one after a notice or a signal."""
 _RESTART_S = 1.0
 _READY_LIMIT_S = 60.0
 _HANG_LIMIT_S = 45.0
@@ -180,7 +180,7 @@ class Supervisor:
         else:
             self._report(self._status)
             self._has_been_ready, self._hang_mono_s = True, math.inf
-        is_urgent = self._status is None or self._status.evacuation is not None
+        is_urgent = self._signal or self._status is None or self._status.evacuation is not None
         self._look_mono_s = time.monotonic() + (_LOOK_SOON_S if is_urgent else _LOOK_S)
 
     def _report(self, status: DaemonStatus) -> None:

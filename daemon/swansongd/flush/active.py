@@ -34,19 +34,26 @@ class ActiveFlush:
     _compared_bytes: dict[int, int] = field(default_factory=dict)
     _sent_bytes: dict[int, int] = field(default_factory=dict)
     """By thread, so that counting needs no lock."""
+    _compared_before_bytes: int = 0
     _sent_before_bytes: int = 0
-    """Bytes in these counters that an earlier flush of the set has sent."""
+    """Bytes in these counters that earlier flushes of the set have compared and sent."""
 
     @property
     def sent_bytes(self) -> int:
         """Bytes sent so far, in finished requests and in those in flight."""
-        sent_bytes = sum(list(self._sent_bytes.values())) - self._sent_before_bytes
+        sent_bytes = _sum(self._sent_bytes) - self._sent_before_bytes
         return max(0, sent_bytes)  # a request that the earlier flush began may be repeated
 
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes sent or compared by this flush and by those that it continues."""
+        return _sum(self._sent_bytes) + _sum(self._compared_bytes)
+
     def continues(self, earlier: ActiveFlush) -> None:
-        """Count from here on what is sent of the chunks that ``earlier`` has in flight."""
-        self._sent_bytes = earlier._sent_bytes
-        self._sent_before_bytes = sum(list(self._sent_bytes.values()))
+        """Count from here on the bytes of the chunks that ``earlier`` has in flight."""
+        self._sent_bytes, self._compared_bytes = earlier._sent_bytes, earlier._compared_bytes
+        self._sent_before_bytes = _sum(self._sent_bytes)
+        self._compared_before_bytes = _sum(self._compared_bytes)
         self.checks = earlier.checks
 
     def count_sent(self, size_bytes: int) -> None:
@@ -60,7 +67,7 @@ class ActiveFlush:
         self._compared_bytes[thread] = self._compared_bytes.get(thread, 0) + size_bytes
 
     def progress(self) -> FlushProgress:
-        compared_bytes = sum(list(self._compared_bytes.values()))
+        compared_bytes = _sum(self._compared_bytes) - self._compared_before_bytes
         return FlushProgress(
             self.flush_id, self.queue.bytes_stored, self.sent_bytes, compared_bytes
         )
@@ -69,3 +76,8 @@ class ActiveFlush:
         if self.directory is not None:
             self.directory.close()
             self.directory = None
+
+
+def _sum(counters: dict[int, int]) -> int:
+    """The sum of counters that other threads change meanwhile."""
+    return sum(list(counters.values()))

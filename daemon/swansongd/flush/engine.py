@@ -117,12 +117,10 @@ class FlushEngine:
             queue = self._queues.get(staged.id) or self._new_queue(staged, generation)
             if self._active is not None and self._active.queue is not queue:
                 self._deactivate()
+            self._ordered = ActiveFlush(flush_id, staged, is_sealed, queue)
             if self._active is None:
                 self._limit.begin()
             else:  # a growing set is ordered again and again
-                self._limit.reset_counters()
-            self._ordered = ActiveFlush(flush_id, staged, is_sealed, queue)
-            if self._active is not None:
                 self._ordered.continues(self._active)
             self._has_work.notify()
 
@@ -292,10 +290,7 @@ class FlushEngine:
                         self._sender.buffers.release()
                 progress = flush.progress()
                 self._limit.sample(
-                    self._monotonic(),
-                    progress.bytes_sent + progress.bytes_compared,
-                    time.process_time(),
-                    self._cpus,
+                    self._monotonic(), flush.moved_bytes, time.process_time(), self._cpus
                 )
                 self._wake_one()
                 is_new, self._reported = progress != self._reported, progress

@@ -25,12 +25,14 @@ def handle(numbers: Iterable[int], handler: Callable[[int], object]) -> None:
     read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(write_fd, False)
     signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-    for number in numbers:
+    handled = frozenset(numbers)
+    for number in handled:
         signal.signal(number, lambda _number, _frame: None)  # otherwise nothing is written
 
     def read() -> None:
         while True:
             for number in dict.fromkeys(os.read(read_fd, _READ_BYTES)):
-                handler(number)
+                if number in handled:  # a library may have a handler for another one
+                    handler(number)
 
     threading.Thread(target=read, name="signals", daemon=True).start()

@@ -10,6 +10,7 @@ import resource
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
 
@@ -301,8 +302,8 @@ class Buffer(mmap.mmap):
 def buffers(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Buffer]]:
     made: list[weakref.ref[Buffer]] = []
 
-    def make(fd: int, size_bytes: int) -> Buffer:
-        buffer = Buffer(fd, size_bytes)
+    def make(fd: int, size_bytes: int, flags: int) -> Buffer:
+        buffer = Buffer(fd, size_bytes, flags)
         made.append(weakref.ref(buffer))
         return buffer
 
@@ -494,10 +495,30 @@ def test_more_workers_begin_while_all_requests_hang_and_a_growing_set_keeps_them
     assert isinstance(flush.outcome(), Flushed)
 
 
+def test_the_bytes_of_a_growing_set_are_counted_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A counter that falls would pass for a lower rate, and the next doubling for a gain."""
+    moved: list[int] = []
+    monkeypatch.setattr(
+        engines.ConcurrencyLimit, "sample", lambda _limit, _now, size, *_: moved.append(size)
+    )
+    flush = FlushRig(tmp_path)
+    staged = staged_set(flush.run_directory, small_files(20))
+    for number in range(10, 20):
+        part = replace(staged, files=staged.files[:number])
+        flush.started(part, flush_id=str(number), is_sealed=False)
+        until(lambda number=number: flush.store.bytes_sent == number * 100)
+    flush.flushed(staged)
+    assert moved == sorted(moved)
+    assert moved[-1] > 0
+
+
 def test_a_flush_begins_with_half_of_the_workers_of_the_one_before(tmp_path: Path) -> None:
     """An evacuation does not learn again what the last flush of this store has learned."""
     flush = FlushRig(tmp_path, connections=20, monotonic=lambda: 100.0)
-    flush.engine._limit._before = 16
+    limit = flush.engine._limit
+    limit.now, limit._before = 20, 16  # the doubling is under trial
     held = flush.hold()
     flush.started(staged_set(flush.run_directory, small_files(20)))
     flush.wait_for_creates(8)
