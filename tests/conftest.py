@@ -33,6 +33,8 @@ settings.register_profile(
     print_blob=True,  # how to repeat a failing example
 )
 settings.load_profile("machines")
+# A worker may be a fork of a warm Python.  Before other modules, some of which use the path when imported.
+sys.executable = os.environ.setdefault("SWANSONG_TEST_PYTHON", sys.executable)
 gc.disable()  # until the end of the collection, of which it takes half
 
 DOES_NOT_APPLY = "does not apply"
@@ -63,9 +65,7 @@ def _log_settings() -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(TimeLimits(), "swansong_time_limits")
-    if hasattr(config, "workerinput"):
-        sys.executable = config.workerinput["executable"]
-    else:
+    if not hasattr(config, "workerinput"):
         config.stash[WARM] = WarmPythons()
         os.environ[WARM_ENV] = config.stash[WARM].directory
 
@@ -99,11 +99,6 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """Fork many workers from one process, as each would import torch; a few import only what they need."""
     for spec in specs if len(specs) > 2 else ():
         spec.python = python_of(config.stash[WARM].directory, "frameworks")
-
-
-def pytest_configure_node(node: Any) -> None:
-    """Tell each worker the Python that it shall start processes with."""
-    node.workerinput["executable"] = sys.executable
 
 
 @pytest.hookimpl(wrapper=True)
