@@ -255,7 +255,7 @@ class SimClaimant(Claimant):
 
     def __init__(self, store: ObjectStore, record: ClaimRecord | None) -> None:
         nowhere = Path("/nonexistent")
-        super().__init__(store, KEYS, nowhere, boot_id="boot", wall=lambda: "2030-01-01")
+        super().__init__(store, KEYS, nowhere, boot_id="boot", vm="vm", wall=lambda: "2030-01-01")
         self._record = record or self._record
 
     @property

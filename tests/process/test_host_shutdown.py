@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,25 @@ def test_sigint_exits_without_a_checkpoint(bucket: Bucket, new_vm: Any, witness:
     assert not daemon.lines.all(event="verdict")
     assert bucket.manifests() == []
     trainer.lines.wait(step=60)
+
+
+@pytest.mark.fault("N09")
+@pytest.mark.parametrize("last", [signal.SIGINT, signal.SIGKILL])
+def test_the_next_container_has_no_notice_of_the_last_one(
+    last: int, bucket: Bucket, new_vm: Any
+) -> None:
+    """SIGTERM ends a container.  The next one has its disk and the boot of its machine, and no notice."""
+    vm = new_vm("vm", bucket.store)
+    daemon = vm.start_daemon()
+    if last == signal.SIGINT:
+        assert vm.swansong("notify", "--in", "1h").returncode == 0
+    daemon.kill(signal.SIGTERM)
+    daemon.lines.wait(event="evacuation", phase="notice")
+    daemon.kill(last)
+    daemon.wait()
+    vm.start_daemon()
+    shown = vm.swansong("notify", "--in", "2h", "--json")  # decided after the recorded ones
+    assert len(json.loads(shown.stdout)["notices"]) == 1, shown
 
 
 @pytest.mark.fault("H02", "H03")

@@ -47,6 +47,23 @@ def test_a_rebalance_recommendation_costs_a_checkpoint_and_nothing_else(
     control(aws.url, "quiet")
 
 
+@pytest.mark.fault("N09")
+def test_a_notice_that_is_withdrawn_while_no_daemon_runs_is_over(
+    aws: Aws, bucket: Bucket, new_vm: Any
+) -> None:
+    """The restarted daemon has it from the disk, and its source no longer shows it."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    aws.notice()
+    daemon.lines.wait(event="evacuation", phase="notice")
+    daemon.kill()
+    aws.withdraw()
+    daemon = vm.start_daemon()
+    daemon.lines.wait(event="evacuation", phase="notice")
+    daemon.lines.wait(event="notice_withdrawn", source="aws.spot")
+    assert vm.status()["notices"] == []
+
+
 @pytest.mark.fault("N13")
 def test_hibernation_promises_no_time_and_a_checkpoint_is_attempted(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str

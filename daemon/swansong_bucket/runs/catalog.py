@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from heapq import nlargest
@@ -68,6 +68,8 @@ HISTORY_CLAIMS_MAX = 100
 """Number of claims that the history reads, besides our own."""
 _LIFE_S_MAX = 366 * 24 * 3600.0
 """Limit of the lifetime of a VM in the history: times in claims may be wrong or forged."""
+_VM_IDS = ("vm", "boot_id")
+"""The fields of a claim that identify a VM; older claims have only the boot."""
 _FAREWELLS_MAX = 100
 """Limit of the farewells of one generation that are read: its newest ones."""
 FRESH_FAREWELLS_MAX = 1000
@@ -441,8 +443,8 @@ def history(
 ) -> History:
     """Observed time of the run's earlier VMs, and the number of those without a SAFE farewell.
 
-    A VM is a boot id in the claims, however often the training was started there.  The VM of ``generation``
-    does not count.  Times are from wall clocks: the result is an estimate, and is never used for an order.
+    A VM is an id in the claims, however often the training was started there.  The VM of ``generation`` does
+    not count.  Times are from wall clocks: the result is an estimate, and is never used for an order.
 
     Args:
         generation: our own; the newest ones before it are read.
@@ -455,8 +457,10 @@ def history(
     listed = [number for number in claimed(store, keys, since=since) if number < generation]
     if not listed:
         return History()
-    own_boot = _identity(claim_of(store, keys, generation)).get("boot_id")
-    found = _Claims(store, keys, since, listed, is_cancelled).vms(own_boot)
+    own = _identity(claim_of(store, keys, generation))
+    # The boot too: this VM may have made claims before an upgrade.
+    own_ids = {own[name] for name in _VM_IDS if name in own}
+    found = _Claims(store, keys, since, listed, is_cancelled).vms(own_ids)
     vms = list(islice(found, HISTORY_MAX))
     if not vms or is_cancelled():
         return History()
@@ -487,7 +491,7 @@ def history(
 
 @dataclass(frozen=True, slots=True)
 class _Vm:
-    """The generations that one boot of a VM has claimed."""
+    """The generations that a VM has claimed since it booted."""
 
     first: int
     last: int
@@ -520,27 +524,27 @@ class _Claims:
         self._is_cancelled = is_cancelled
         self._read: dict[int, ClaimObject | None] = {}
 
-    def vms(self, own_boot: str | None) -> Iterator[_Vm]:
-        """The VMs, newest first, without the one of ``own_boot``.
+    def vms(self, own_ids: Set[str]) -> Iterator[_Vm]:
+        """The VMs, newest first, without our own, which has these ids.
 
-        A listed claim without a boot id counts as a VM.
+        A listed claim without an id counts as a VM.
         """
-        seen = set() if own_boot is None else {own_boot}
+        seen = set(own_ids)
         place = self._below + len(self._listed) - 1
         while place >= 0 and self._may_read:
-            last, boot = place, self._boot(place)
-            if boot is not None:
-                place = self._first(place, boot)
+            last, vm = place, self._vm(place)
+            if vm is not None:
+                place = self._first(place, vm)
             is_counted = last >= self._below or self._claim(last) is not None
-            if boot not in seen and is_counted:
+            if vm not in seen and is_counted:
                 yield _Vm(
                     first=self._number(place),
                     last=self._number(last),
                     first_claimed=self._claimed(place),
                     last_claimed=self._claimed(last),
                 )
-            if boot is not None:
-                seen.add(boot)
+            if vm is not None:
+                seen.add(vm)
             place -= 1
 
     @property
@@ -551,15 +555,15 @@ class _Claims:
     def _number(self, place: int) -> int:
         return place + 1 if place < self._below else self._listed[place - self._below]
 
-    def _first(self, last: int, boot: str) -> int:
-        """The place of the oldest claim of this boot: a search with doubled steps, then by halves."""
+    def _first(self, last: int, vm: str) -> int:
+        """The place of the oldest claim of this VM: a search with doubled steps, then by halves."""
         first, step = last, 1
-        while self._may_read and first >= step and self._boot(first - step) == boot:
+        while self._may_read and first >= step and self._vm(first - step) == vm:
             first, step = first - step, 2 * step
         other = max(-1, first - step)
         while self._may_read and first - other > 1:
             middle = (first + other) // 2
-            first, other = (middle, other) if self._boot(middle) == boot else (first, middle)
+            first, other = (middle, other) if self._vm(middle) == vm else (first, middle)
         return first
 
     def _claim(self, place: int) -> ClaimObject | None:
@@ -567,8 +571,9 @@ class _Claims:
             self._read[place] = claim_of(self._store, self._keys, self._number(place))
         return self._read[place]
 
-    def _boot(self, place: int) -> str | None:
-        return _identity(self._claim(place)).get("boot_id")
+    def _vm(self, place: int) -> str | None:
+        identity = _identity(self._claim(place))
+        return next((identity[name] for name in _VM_IDS if name in identity), None)
 
     def _claimed(self, place: int) -> str:
         return _identity(self._claim(place)).get("claimed", "")

@@ -33,6 +33,7 @@ class Claimant:
         keys: of the run.
         own_directory: the daemon's own directory in staging; holds the record.
         boot_id: of this boot of the kernel.
+        vm: id of this VM and boot, for :func:`~swansong_bucket.runs.catalog.history`.
         wall: wall clock in UTC, as text; for people.
         store_id: returns the id of a file store, which is recorded with the claim.
     """
@@ -44,6 +45,7 @@ class Claimant:
         own_directory: Path,
         *,
         boot_id: str,
+        vm: str,
         wall: Callable[[], str],
         store_id: Callable[[], str] = lambda: "",
     ) -> None:
@@ -51,6 +53,7 @@ class Claimant:
         self._keys = keys
         self._own_directory = own_directory
         self._boot_id = boot_id
+        self._vm = vm
         self._wall = wall
         self._store_id = store_id
         self._record = read_record(own_directory, keys.run, store.url)
@@ -136,7 +139,12 @@ class Claimant:
         )
         is_recorded = any(each.id == start_id for each in self._record.starts)
         self._note(start)
-        identity = {"boot_id": self._boot_id, "host": platform.node(), "claimed": self._wall()}
+        identity = {
+            "vm": self._vm,
+            "boot_id": self._boot_id,
+            "host": platform.node(),
+            "claimed": self._wall(),
+        }
         claim = commit.claim_generation(
             self._store,
             self._keys,

@@ -50,6 +50,12 @@ class StoreHealth:
         self._errors = dict.fromkeys(_KINDS, 0)
 
     @property
+    def answered_mono_s(self) -> float | None:
+        """When the store answered last, also with a refusal; None before the first answer."""
+        with self._lock:
+            return self._succeeded_mono_s if self._succeeded_mono_s > -math.inf else None
+
+    @property
     def errors(self) -> dict[str, int]:
         """Attempts that failed, by kind."""
         with self._lock:

@@ -15,7 +15,7 @@ the store, and does not store an inherited lock again.  One restart during a shu
 second crash releases it.
 
 Without systemd the notices and the record of the GPUs are written to files in the daemon's own directory.
-These files are valid for the current boot only.
+These files are valid until the daemon stops, and for the current boot only.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from swansong_bucket.util.forms import (
 )
 
 from swansongd.core.notices import REPEATS_MAX
+from swansongd.core.transition import HOST_SOURCE
 from swansongd.host import gpu_record
 from swansongd.host.sdnotify import SystemdNotifier
 from swansongd.host.stored_document import StoredDocument
@@ -146,9 +147,17 @@ class FdStore:
         return self._fds.pop(LOCK, None)
 
     def notices(self, now_mono_s: float) -> list[Notice]:
-        """The notices that were in force and whose deadlines have not passed since."""
+        """The notices that were in force and whose deadlines have not passed since.
+
+        Without systemd, SIGTERM ended only the container of the previous daemon.
+        """
         found = self._notices.read()
-        return [n for n in (found.notices if found else ()) if n.deadline_mono_s > now_mono_s]
+        return [
+            notice
+            for notice in (found.notices if found else ())
+            if notice.deadline_mono_s > now_mono_s
+            and (notice.source != HOST_SOURCE or self._notifier.has_systemd)
+        ]
 
     def gpus(self) -> GpuRecord | None:
         """The record of the GPUs; None without one."""
@@ -179,9 +188,10 @@ class FdStore:
         self._gpus.clear()
 
     def record_stop(self) -> None:
-        """The operator stopped the daemon, which ends the suspicion: systemd closes what it has stored."""
+        """The daemon was stopped, and the next one begins without a record, as if systemd had closed it."""
         if not self._notifier.has_systemd:
             self.forget_gpus()
+            self._notices.clear()
 
 
 def _inherited(environment: Mapping[str, str]) -> dict[str, int]:

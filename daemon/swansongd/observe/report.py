@@ -66,6 +66,7 @@ def status_of(snapshot: Snapshot) -> DaemonStatus:
         sources=tuple(sources.values()),
         gpus=tuple(_gpu(gpu, now_mono_s) for gpu in state.gpus.status.values()),
         store=store,
+        store_answer_age_s=_age(snapshot.store_answered_mono_s, now_mono_s),
         last_commit=_last_commit(state, age_s),
         replication_lag=LagStatus(
             steps=_lag_steps(state), seconds=age_s, bytes=_pending_bytes(state)

@@ -70,6 +70,8 @@ class Snapshot:
     staging: StagingStatus | None = None
     bytes_referenced: int = 0
     """Bytes that were not sent since the daemon's start, because an earlier commit has stored them."""
+    store_answered_mono_s: float | None = None
+    """When the store answered last."""
     store_errors: Mapping[str, int] = field(default_factory=dict)
     """Attempts at requests that failed since the daemon's start, by kind."""
     prefetch: PrefetchStatus | None = None

@@ -369,6 +369,8 @@ class DaemonStatus:
     store: HealthStatus | None = None
     """The store: it becomes unhealthy when requests fail for two seconds, or an operation was given up, and
     `blind` after a minute; `null` until the first request."""
+    store_answer_age_s: float | None = None
+    """Time since the store answered.  An idle daemon sends a request each minute, so `ok` can be that old."""
     last_commit: CommitStatus | None = None
     """The newest whole commit.  A power cut now costs the training since then."""
     replication_lag: LagStatus = LagStatus()

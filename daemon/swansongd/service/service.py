@@ -8,7 +8,6 @@ blocking IO and posts events.  The process exits without waiting for them.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import threading
@@ -95,8 +94,9 @@ from swansongd.sources.opening import (
     shortest_grace_s,
     unknown_firmware,
 )
+from swansongd.sources.polled import PolledSource
 from swansongd.staging.observe import StagingObserver
-from swansongd.staging.prepare import RunDirectory, open_restored, prepare
+from swansongd.staging.prepare import open_restored, prepare
 from swansongd.staging.remover import Remover
 from swansongd.staging.seal import Scanner
 from swansongd.trainers import users
@@ -117,6 +117,8 @@ _EXIT_COMMAND_S = 4.0
 """A command that orders the next VM, and began at the notice of a shutdown, needs seconds."""
 _STOP_EXTENSION_S = 10.0
 """Longer than one pass of the decision loop, and longer than the end of the daemon takes."""
+
+_HANGS = "the decision loop hangs"
 
 _log = structlog.get_logger(__name__)
 
@@ -153,12 +155,14 @@ class Service:
         # Before a trainer can take the name: the daemon could not move a FUSE mount aside.
         with suppress(OSError):
             os.close(open_restored(self._staging.fd))
+        vm = self._staging.vm(boot_id)
         self._storage = Storage(
             config,
             self._staging,
             self._post,
             state=lambda: self._state,
             boot_id=boot_id,
+            vm=vm,
             stop=self._stop,
             shared=_shared_directory(),
         )
@@ -171,14 +175,14 @@ class Service:
             config.sources, config.deadline, boot_id=boot_id, gpus_before=gpus_before
         )
         kinds = notice_kinds(cloud_sources, config.sources, config.deadline)
-        first = _first_state(config, self._staging, self._committer, boot_id, kinds)
+        first = _first_state(config, self._committer, vm, kinds)
         if gpus_before is not None:
             first = gpus.resumed(first, gpus_before)
         self._decisions = Decisions(first, _log)
         self._notifications = open_notifier(
             config.notify,
             run=config.run.name,
-            vm=self._state.settings.vm,
+            vm=vm,
             own_fd=self._staging.own_fd,
             boot_id=boot_id,
             training=lambda: self._accounting.training,
@@ -277,7 +281,8 @@ class Service:
         if self._signal_sender is not None:
             self._signal_sender.start()
         # After the process of a trainer without hooks: it may be suspect since a GPU failed.
-        for notice in self._fdstore.notices(time.monotonic()):
+        earlier = self._fdstore.notices(time.monotonic())
+        for notice in earlier:
             self._post(NoticeRaised(notice))
         self._channel.start()
         if self._notifier.has_systemd:
@@ -291,6 +296,8 @@ class Service:
         if self._notifications is not None:
             self._notifications.start()
         for source in self._sources:
+            if isinstance(source, PolledSource):  # the cloud may have withdrawn it meanwhile
+                source.has_earlier = any(notice.source == source.name for notice in earlier)
             threading.Thread(
                 target=source.run, args=(self._post, self._stop), name=source.name, daemon=True
             ).start()
@@ -511,7 +518,7 @@ class Service:
     def _figures(self) -> Snapshot:
         """The snapshot for metrics; RuntimeError if the loop hangs: an alert must fire then."""
         if self._hangs:
-            raise RuntimeError("the decision loop hangs")
+            raise RuntimeError(_HANGS)
         return self._snapshot()
 
     def _snapshot(self) -> Snapshot:
@@ -533,6 +540,7 @@ class Service:
             sources=tuple(source.name for source in self._sources),
             staging=self._staging.room(),
             bytes_referenced=storage.bytes_referenced,
+            store_answered_mono_s=storage.store_answered_mono_s,
             store_errors=storage.store_errors,
             prefetch=self._prefetch.status(),
             mirror=None if storage.mirroring is None else storage.mirroring.status(),
@@ -548,6 +556,8 @@ class Service:
         if isinstance(message, protocol.StatusQuery):
             if not self._hangs:  # the client must see that this daemon decides nothing
                 reply(protocol.Status(report=to_json(status_of(self._snapshot()))))
+        elif self._hangs and isinstance(message, protocol.Notify | protocol.NotifyWithdrawn):
+            reply(protocol.Refused(_HANGS))
         elif isinstance(message, protocol.Notify):
             notice = manual.notice_of(message, now_mono_s=time.monotonic())
             self._post(NoticeRaised(notice))
@@ -595,13 +605,11 @@ class Service:
 
 def _first_state(
     config: Config,
-    staging: RunDirectory,
     committer: Committer,
-    boot_id: str,
+    vm: str,
     kinds: tuple[NoticeKind, ...],
 ) -> State:
     """The state that the decision loop begins with: the settings, and the recorded starts."""
-    vm = hashlib.sha256(f"{boot_id}{staging.path}".encode()).hexdigest()[:16]
     settings = Settings(
         reserve_s=config.deadline.reserve_s,
         signals_trainer=config.trainer.signal != "none",

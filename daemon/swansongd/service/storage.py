@@ -85,6 +85,7 @@ class Storage:
         post: receives the events of all parts.
         state: returns the current state of the decision loop.
         boot_id: of this boot of the kernel.
+        vm: id of this VM and boot.
         stop: ends the warmer, and the waits between retries.
         shared: runtime directory of all daemons of this VM; None: this daemon coordinates with no other.
 
@@ -101,6 +102,7 @@ class Storage:
         *,
         state: Callable[[], State],
         boot_id: str,
+        vm: str,
         stop: threading.Event,
         shared: Path | None = None,
     ) -> None:
@@ -169,6 +171,7 @@ class Storage:
             self.keys,
             staging.own,
             boot_id=boot_id,
+            vm=vm,
             wall=utc_now,
             store_id=lambda: opened.store_id if isinstance(opened, FileStore) else "",
         )
@@ -234,6 +237,11 @@ class Storage:
         """A notice arrived: claim without backoff, and warm the store now."""
         self.committer.expedite()
         self._warmer.now()
+
+    @property
+    def store_answered_mono_s(self) -> float | None:
+        """When the store answered last; None before the first answer."""
+        return self._health.answered_mono_s
 
     @property
     def store_errors(self) -> dict[str, int]:

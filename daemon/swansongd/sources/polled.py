@@ -129,6 +129,8 @@ class PolledSource(ABC):
         self._options = options
         self._monotonic, self._wall = options.clocks.monotonic, options.clocks.wall
         self._live: Notice | None = None
+        self.has_earlier = False
+        """Whether a notice of an earlier life of the daemon is in force, until the first valid response."""
         self._skew_s = 0.0
         self._lock = threading.Lock()
         """Orders posts of this source."""
@@ -182,13 +184,14 @@ class PolledSource(ABC):
     def _post_change(self, result: PollResult, post: Post, stop: threading.Event) -> bool:
         """Post a new, changed or withdrawn notice; returns whether there was one."""
         live, notice = self._live, result.notice
+        has_earlier, self.has_earlier = self.has_earlier, False
         if notice is None:
-            if live is None:
+            if live is None and not has_earlier:
                 return False
             with self._lock:
                 self._live = None
                 post(NoticeWithdrawn(self.name, result.withdrawn_because))
-            return True
+            return live is not None
         if not must_post(live, notice, self._monotonic()):
             return False
         with self._lock:

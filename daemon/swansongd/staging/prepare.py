@@ -56,10 +56,24 @@ class RunDirectory:
         It survives a restart of the daemon, because ranks reconnect one by one.
         """
         try:
-            key = _naming_key(self.own_fd)
+            return self._keyed(str(uid))[:32]
         except OSError:
             return ""  # a full disk: another user could compute a name, and taking it makes one save fail
-        return hmac.digest(key, str(uid).encode(), hashlib.sha256).hex()[:32]
+
+    def vm(self, boot_id: str) -> str:
+        """Id of the VM and its boot, which survives a restart of the daemon.
+
+        A container with its own staging directory counts as a VM.  On one machine, all containers have the
+        same boot id and path, and a later directory can get the inode of a deleted one.
+        """
+        facts = f"{boot_id}{self.path}"
+        try:
+            return self._keyed(facts)[:16]
+        except OSError:  # a full disk
+            return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
+    def _keyed(self, text: str) -> str:
+        return hmac.digest(_naming_key(self.own_fd), text.encode(), hashlib.sha256).hex()
 
     def room(self) -> StagingStatus | None:
         """Size of the file system, and the bytes that this user can still write; None if unknown."""

@@ -227,6 +227,12 @@ def test_large_digits_have_equal_lines() -> None:
     assert [clock(each) for each in (-3, 87.9, 7500, 4 * 86_400)] == ["0:00", "1:27", "2h05", "4d"]
 
 
+def test_a_healthy_store_has_the_age_of_its_last_answer() -> None:
+    """An idle daemon asks it once a minute: ``ok`` does not mean that it answers now."""
+    shown = drawn(frame_of(replace(status(-5.0), store_answer_age_s=40.0)))
+    assert any("ok: responds, for 25 h; last answer 40 s ago" in line for line in shown), shown
+
+
 def test_a_bad_gpu_or_source_has_a_line_of_its_own() -> None:
     """The healthy ones share a line, and a small terminal still shows the others."""
     seen = status(-5.0)

@@ -106,7 +106,7 @@ class CommitterRig:
             opened,
             keys,
             post,
-            Claimant(opened, keys, self.own, boot_id=boot, wall=lambda: self.now),
+            Claimant(opened, keys, self.own, boot_id=boot, vm=boot, wall=lambda: self.now),
             known=self.known,
             wall=lambda: self.now,
             health=StoreHealth(note),

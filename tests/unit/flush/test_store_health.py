@@ -43,6 +43,18 @@ def test_a_store_that_does_not_answer_is_degraded_after_the_first_attempt() -> N
     assert watched.now == (Health.OK, "answers")
 
 
+def test_the_age_of_the_last_answer_is_known() -> None:
+    """``ok`` is as old as the last answer of the store; a failure is no answer, a refusal is one."""
+    watched = Watched()
+    assert watched.health.answered_mono_s is None
+    watched.attempt(0.1)
+    answered_mono_s = watched.clock.now_s
+    watched.attempt(0.5, "timed out")
+    assert watched.health.answered_mono_s == answered_mono_s
+    watched.health.attempted(watched.clock.now_s, Permanent("403"))
+    assert watched.health.answered_mono_s == watched.clock.now_s
+
+
 def test_attempts_that_fail_immediately_count_from_the_first_one() -> None:
     """Refused connections for two seconds make the store degraded, with the first reason."""
     watched = Watched()

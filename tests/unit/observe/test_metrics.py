@@ -129,6 +129,7 @@ def full() -> Watched:
         "prune": PRUNE,
         "loss": LOSS,
         "staging": StagingStatus(size_bytes=100 * MIB, free_bytes=40 * MIB),
+        "store_answered_mono_s": 1000.0,
         "store_errors": {"transient": 2, "refused": 0},
         "bytes_referenced": 3 * MIB,
         "decision_faults": 1,
@@ -489,6 +490,7 @@ def test_values_agree_with_the_status() -> None:
     assert found["swansong_prune_timestamp_seconds"] == 1.8e9 + 900.0
     assert found['swansong_store_errors_total{kind="transient"}'] == 2.0
     assert shown.store_errors == {"transient": 2, "refused": 0}
+    assert shown.store_answer_age_s == pytest.approx(story.now - 1000.0, abs=0.06)
     assert found['swansong_preemption_loss_gpu_seconds_total{part="fetch"}'] == 80.0
     parts = [name for name in found if name.startswith("swansong_preemption_loss")]
     assert len(parts) == len(LOST)

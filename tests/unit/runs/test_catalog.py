@@ -293,8 +293,10 @@ def test_a_key_that_disagrees_with_the_kind_is_refused(store: FileStore) -> None
 # ---------------------------------------------------------------- what became of earlier VMs
 
 
-def put_claim(store: ObjectStore, generation: int, claimed: str, boot: str = "") -> None:
-    identity = {"claimed": claimed, "boot_id": boot or f"boot-{generation}"}
+def put_claim(
+    store: ObjectStore, generation: int, claimed: str, boot: str = "", **ids: str
+) -> None:
+    identity = {"claimed": claimed, "boot_id": boot or f"boot-{generation}", **ids}
     store.put(
         KEYS.generation(generation), claim.encode(replace(a_claim(generation), identity=identity))
     )
@@ -337,6 +339,16 @@ def test_a_rollback_and_a_final_commit_are_not_interruptions(store: FileStore) -
     commit(store, {"a": b"1"}, generation=2, kind=CheckpointKind.FINAL)
     put_claim(store, 3, "2030-01-05T00:00:00Z")
     assert catalog.history(store, KEYS, 3) == History(3600.0, 0)
+
+
+def test_containers_of_one_boot_are_several_vms(store: FileStore) -> None:
+    """Pods of a node have its boot id.  Claims before an upgrade have no other id, and are not counted."""
+    put_claim(store, 1, "2030-01-01T00:00:00Z", "node", vm="a")
+    put_claim(store, 2, "2030-01-01T01:00:00Z", "node", vm="b")
+    put_claim(store, 3, "2030-01-01T02:00:00Z", "node")
+    put_claim(store, 4, "2030-01-01T03:00:00Z", "node", vm="c")
+    put_claim(store, 5, "2030-01-01T04:00:00Z", "node", vm="c")
+    assert catalog.history(store, KEYS, 5) == History(0.0, 2)
 
 
 lived = st.tuples(

@@ -231,16 +231,18 @@ def test_the_service_survives_an_event_that_raises_and_shows_it(
 
 
 @pytest.mark.fault("H09")
-def test_a_decision_loop_that_hangs_gives_no_figures(service: Service) -> None:
+def test_a_decision_loop_that_hangs_gives_no_figures_and_takes_no_notice(service: Service) -> None:
     """The threads of channel and metrics still run; clients and scrapers see that it does not respond."""
     replies: list[protocol.Message] = []
     service._turned_mono_s -= 3600
-    service._answer(protocol.StatusQuery(), replies.append)
-    assert replies == []
+    notify = protocol.Notify(nonce="n", seconds_left=9.0)
+    for message in (protocol.StatusQuery(), notify, protocol.NotifyWithdrawn()):
+        service._answer(message, replies.append)
+    assert replies == [protocol.Refused("the decision loop hangs")] * 2
     with pytest.raises(RuntimeError, match="hangs"):
         service._figures()
     service._turn()
-    assert report(service)
+    assert report(service)["notices"] == []
     assert service._figures()
 
 

@@ -261,6 +261,22 @@ def test_the_directory_of_a_run_lets_the_group_in(tmp_path: Path, mask: int) -> 
     held.release()
 
 
+def test_containers_of_one_machine_are_several_vms(tmp_path: Path) -> None:
+    """Boot id and path are equal in all of them; a restart of the daemon, and it alone, keeps the id."""
+
+    def vm(boot_id: str = "boot") -> str:
+        held = prepare(tmp_path, "r1")
+        found = held.vm(boot_id)
+        held.release()
+        return found
+
+    first = vm()
+    assert vm() == first
+    (tmp_path / "r1").rename(tmp_path / "of another container")
+    second = vm()
+    assert len({first, second, vm("the next boot")}) == 3
+
+
 @pytest.mark.fault("H10")
 def test_one_daemon_locks_a_run(tmp_path: Path) -> None:
     """A second daemon of the same run is refused; another run is free, and this one after the release."""

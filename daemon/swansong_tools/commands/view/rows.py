@@ -78,7 +78,7 @@ def rows(
     if is_brief:
         yield Row("training", _training(status), rank=25)
     yield Row("bandwidth", _bandwidth(status.bandwidth_bytes_per_s), rank=27)
-    yield _store(status.store)
+    yield _store(status.store, status.store_answer_age_s)
     if status.flush is not None:
         yield Row("flush", _flush(status.flush), rank=23)
     yield Row("pending", _pending(status.unsent), rank=31)
@@ -248,11 +248,14 @@ def _verdict(status: DaemonStatus) -> str:
     return shown if last.took_s is None else f"{shown}{prediction(last)}"
 
 
-def _store(store: HealthStatus | None) -> Row:
+def _store(store: HealthStatus | None, answer_age_s: float | None) -> Row:
     if store is None:
         return Row("store", "not reached yet", rank=30)
     style = level_of(store)
-    return Row("store", _health(store), style, 30 if style == PLAIN else 11)
+    shown = _health(store)
+    if answer_age_s is not None:
+        shown += f"; last answer {human_s(answer_age_s)} ago"
+    return Row("store", shown, style, 30 if style == PLAIN else 11)
 
 
 def _health(item: HealthStatus | GpuHealthStatus) -> str:
