@@ -53,6 +53,8 @@ class ConcurrencyLimit:
     now: int = field(init=False)
     _before: int = field(init=False)
     """The limit before the doubling under trial; equal to ``now`` if none is under trial."""
+    _judged: int = field(init=False)
+    """The last limit that was long enough in use to be judged; half of it is the first one of a transfer."""
     _rate_before: float = field(init=False, default=0.0)
     _pause_s: float = field(init=False, default=_PAUSE_S[0])
     _pause_until_mono_s: float = field(init=False, default=0.0)
@@ -63,16 +65,15 @@ class ConcurrencyLimit:
     """Those since the doubling under trial, or of the last second."""
 
     def __post_init__(self) -> None:
-        self.now = self._before = min(FIRST, self.most)
+        self.now = self._before = self._judged = min(FIRST, self.most)
 
     def begin(self) -> None:
         """Prepare for another transfer: half of the last limit, whose doubling is tried first.
 
-        A transfer that ended before its rate was measured does not count as the last one.
+        A transfer that ended before a doubling was judged changes nothing: it may be small.
         """
-        if self._before < self.now or len(self._samples) > 1:
-            self._before = min(self.most, max(FIRST, self._before // 2))
-        self.now, self._samples = self._before, []
+        self.now = self._before = min(self.most, max(FIRST, self._judged // 2))
+        self._samples = []
         self._pause_s, self._pause_until_mono_s = _PAUSE_S[0], 0.0
 
     def sample(self, now_mono_s: float, moved_bytes: int, cpu_s: float, cpus: int) -> None:
@@ -95,6 +96,8 @@ class ConcurrencyLimit:
             while self._samples[0] is not last and new.mono_s - self._samples[0].mono_s > _MEMORY_S:
                 del self._samples[0]
         is_busy = cpu_s - last.cpu_s > _BUSY_SHARE * (now_mono_s - last.mono_s) * cpus
+        if is_busy and new.mono_s - self._samples[0].mono_s >= _TRIAL_S[1]:
+            self._judged = self._before
         may_double = self._before == self.now < self.most and not is_busy
         is_faster = new.rate_since(self._samples[0]) > _CLEAR_GAIN * self._rate_without_gain
         if may_double and (now_mono_s >= self._pause_until_mono_s or is_faster):
@@ -110,10 +113,12 @@ class ConcurrencyLimit:
         if last_rate >= _CLEAR_GAIN * self._rate_before or (
             took_s >= _TRIAL_S[0] and new.rate_since(first) >= _GAIN * self._rate_before
         ):
-            self._before, self._pause_s = self.now, _PAUSE_S[0]
+            self._before = self._judged = self.now
+            self._pause_s = _PAUSE_S[0]
             self._samples = self._samples[-2:] if new is first else self._samples[1:]
         elif took_s >= _TRIAL_S[1]:
             self._rate_without_gain = new.rate_since(first)
-            self.now, self._samples = self._before, [self._samples[-2], new]
+            self.now = self._judged = self._before
+            self._samples = [self._samples[-2], new]
             self._pause_until_mono_s = new.mono_s + self._pause_s
             self._pause_s = min(2 * self._pause_s, _PAUSE_S[1])

@@ -129,21 +129,33 @@ def test_another_transfer_begins_with_half_of_the_limit_and_tries_the_doubling_f
     limit.begin()
     assert limit.now == 8
     assert 16 in driven(limit, lambda now: min(85e6 * now, 16 * 85e6), for_s=0.3)
-    for _ in range(9):
+    for _ in range(4):
         limit.begin()
-        driven(limit, lambda _now: 1e9, for_s=0.2)
+        driven(limit, lambda _now: 1e9, for_s=1.2)
     limit.begin()
     assert limit.now == FIRST
 
 
-def test_a_transfer_whose_rate_was_not_measured_halves_nothing() -> None:
-    """An evacuation changes from set to set, and a set may be small."""
+def test_busy_processors_lower_the_limit_of_the_next_transfers() -> None:
+    """A limit that was learned on an idle machine does not stay."""
+    limit = ConcurrencyLimit(32)
+    driven(limit, lambda now: 85e6 * now, for_s=4)
+    for expected in (16, 8, 4, FIRST):
+        limit.begin()
+        assert limit.now == expected
+        assert max(driven(limit, lambda _now: 1e9, busy=lambda _now: 0.9, for_s=1.0)) == expected
+
+
+@pytest.mark.parametrize("for_s", [0.05, 0.15, 0.2])
+@pytest.mark.parametrize("share", [0.1, 0.9])
+def test_a_small_transfer_halves_nothing(for_s: float, share: float) -> None:
+    """It ends before a doubling is judged: a small set, or one that another set interrupts."""
     limit = ConcurrencyLimit(32)
     driven(limit, lambda now: 85e6 * now, for_s=4)
     for _ in range(5):
         limit.begin()
-        limit.sample(200.0, 0, 0.0, CPUS)
         assert limit.now == 16
+        driven(limit, lambda _now: 20e6, busy=lambda _now: share, for_s=for_s)
 
 
 def test_the_samples_of_a_transfer_may_be_seconds_apart() -> None:
