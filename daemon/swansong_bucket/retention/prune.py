@@ -64,6 +64,7 @@ class PruneDecision:
 
     @property
     def goes(self) -> bool:
+        """Whether the commit is deleted, or would be in a dry run."""
         return not (self.reasons or self.remains)
 
 

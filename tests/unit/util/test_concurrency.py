@@ -11,6 +11,7 @@ import pytest
 from swansong_bucket.util.concurrency import FIRST, SAMPLE_S, ConcurrencyLimit
 
 CPUS = 4
+STEP_S = 0.05
 
 
 def driven(
@@ -25,14 +26,29 @@ def driven(
     Both are functions of the limit.
     """
     mono_s, sent_bytes, cpu_s, limits = 100.0, 0.0, 7.0, []
-    step_s = 0.05
-    for _ in range(round(for_s / step_s)):
+    for _ in range(round(for_s / STEP_S)):
         limit.sample(mono_s, int(sent_bytes), cpu_s, CPUS)
         limits.append(limit.now)
-        mono_s += step_s
-        sent_bytes += rate(limit.now) * step_s
-        cpu_s += busy(limit.now) * CPUS * step_s
+        mono_s += STEP_S
+        sent_bytes += rate(limit.now) * STEP_S
+        cpu_s += busy(limit.now) * CPUS * STEP_S
     return limits
+
+
+def since_growth(rate: Callable[[int, int], float]) -> Callable[[int], float]:
+    """A rate that depends on the limit, and on the number of steps since it has grown."""
+    steps = count()
+    before, grown_at = FIRST, -10
+
+    def found(now: int) -> float:
+        nonlocal before, grown_at
+        step = next(steps)
+        if now > before:
+            grown_at = step
+        before = now
+        return rate(now, step - grown_at)
+
+    return found
 
 
 @pytest.mark.parametrize("most", [32, 20, 5])
@@ -69,19 +85,11 @@ def test_the_first_sample_after_a_doubling_may_be_slow() -> None:
 
 def test_bytes_in_buffers_are_no_gain() -> None:
     """The buffers of new connections take bytes at once, and the link transfers no more of them."""
-    steps = count()
-    before, grown_at = FIRST, -10
 
-    def rate(now: int) -> float:
-        nonlocal before, grown_at
-        step = next(steps)
-        if now > before:
-            grown_at = step
-        before = now
-        is_filling = step - grown_at < SAMPLE_S / 0.05
-        return min(85e6 * now, 250e6) * (1.5 if is_filling else 1.0)
+    def rate(now: int, since_growth: int) -> float:
+        return min(85e6 * now, 250e6) * (1.5 if since_growth < SAMPLE_S / STEP_S else 1.0)
 
-    limits = driven(ConcurrencyLimit(32), rate, for_s=20)
+    limits = driven(ConcurrencyLimit(32), since_growth(rate), for_s=20)
     assert max(limits) == 8
     assert limits[-200:].count(4) > 0.75 * 200
 
@@ -99,18 +107,12 @@ def test_the_limit_grows_when_the_link_becomes_faster() -> None:
 def test_a_doubling_counts_if_it_raises_the_mean_rate_of_uneven_samples() -> None:
     """New connections read and digest a chunk for 0.3 s first, and the other samples vary by half."""
     steps = count()
-    before, grown_at = FIRST, -10
 
-    def rate(now: int) -> float:
-        nonlocal before, grown_at
-        step = next(steps)
-        if now > before:
-            grown_at = step
-        before = now
-        share = 1.5 if step // 2 % 2 else 0.5
-        return share * 70e6 * (now / 2 if step - grown_at < 0.3 / 0.05 else now)
+    def rate(now: int, since_growth: int) -> float:
+        share = 1.5 if next(steps) // 2 % 2 else 0.5
+        return share * 70e6 * (now / 2 if since_growth < 0.3 / STEP_S else now)
 
-    limits = driven(ConcurrencyLimit(32), rate, for_s=6)
+    limits = driven(ConcurrencyLimit(32), since_growth(rate), for_s=6)
     assert limits[round(4 / 0.05)] == 32
 
 
