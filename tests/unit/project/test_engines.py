@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Job for Kubernetes and the jobs of Slurm and SkyPilot agree with ``swansong run``, which they start."""
+"""The jobs of Kubernetes, Slurm, SkyPilot and dstack agree with ``swansong run``, which they start."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from swansong import EXIT_SAVED
+from swansong_bucket.config.values import duration
 from swansong_bucket.errors import ConfigError, FencedError, Unreachable
 from swansong_bucket.model import Verdict
 from swansong_tools.commands import run_supervisor
@@ -65,6 +66,17 @@ def test_a_job_starts_again_after_each_verdict(page: str, rule: str) -> None:
     """Also if no training was seen: the job was told of the notice before its first step."""
     (codes,) = re.findall(rule, (REPOSITORY / "docs" / "trainers" / page).read_text())
     assert {int(code) for code in re.findall(r"\d+", codes)} == set(VERDICTS)
+
+
+def test_dstack_retries_after_a_verdict_and_its_signal_reaches_the_command() -> None:
+    """To dstack an exit code is an ``error`` and a vanished VM an ``interruption``.  The shell must not stay
+    between its signal and ``swansong run``, which has less time than the 10 s until SIGKILL."""
+    page = (REPOSITORY / "docs" / "trainers" / "dstack.md").read_text()
+    task = yaml.safe_load(page.split("```yaml")[1].split("```")[0])
+    assert {"error", "interruption"} <= set(task["retry"]["on_events"])
+    start, end = task["commands"][-1].split(" --grace ")
+    assert start.startswith("exec swansong run ")
+    assert duration(end.split()[0]) < 10
 
 
 def test_the_grace_period_outlasts_the_end_of_the_command() -> None:
