@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.vm.test_power import Clouds, NewVm, push_button_and_stop_hard, train
+from tests.vm.test_power import TEST_MAX_S, Clouds, NewVm, push_button_and_stop_hard, train
 
 # The VM's own address, the first that its network assigns.
 KNOCK = "import socket; socket.create_connection(('169.254.10.15', 8099), 3); print('it answers')"
@@ -28,7 +28,7 @@ ExecStartPre=-/usr/bin/python3 -c "{KNOCK}"
 """
 
 
-@pytest.mark.timeout(600, func_only=True)
+@pytest.mark.timeout(TEST_MAX_S, func_only=True)
 @pytest.mark.fault("H06")
 def test_limits_of_the_unit_are_enforced(clouds: Clouds, new_vm: NewVm) -> None:
     """In the unit, memory above the limit kills a process, and a connection to a denied address times out.
