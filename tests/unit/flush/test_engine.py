@@ -495,15 +495,16 @@ def test_more_workers_begin_while_all_requests_hang_and_a_growing_set_keeps_them
     assert isinstance(flush.outcome(), Flushed)
 
 
-def test_the_bytes_of_a_growing_set_are_counted_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bytes_of_a_growing_set_are_counted_on(flush: FlushRig) -> None:
     """A counter that falls would pass for a lower rate, and the next doubling for a gain."""
     moved: list[int] = []
-    monkeypatch.setattr(
-        engines.ConcurrencyLimit, "sample", lambda _limit, _now, size, *_: moved.append(size)
-    )
-    flush = FlushRig(tmp_path)
+
+    class Recorded(engines.ConcurrencyLimit):
+        def sample(self, _now_mono_s: float, moved_bytes: int, *_: float) -> None:
+            moved.append(moved_bytes)
+
+    # Of this engine only: the threads of an earlier test's engine may still take samples.
+    flush.engine._limit = Recorded(3)
     staged = staged_set(flush.run_directory, small_files(20))
     for number in range(10, 20):
         part = replace(staged, files=staged.files[:number])
