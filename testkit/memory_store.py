@@ -12,20 +12,26 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from swansong_bucket.errors import Changed, Exists, Locked, NotFound, Permanent, TooLarge
-from swansong_bucket.stores import base
+from swansong_bucket.errors import (
+    Changed,
+    Exists,
+    Locked,
+    NotFound,
+    Permanent,
+    TooLarge,
+    Transient,
+)
+from swansong_bucket.stores import base, checksums
 from swansong_bucket.stores.base import (
     GET_BYTES_MAX,
+    Body,
     Folders,
-    Moved,
     ObjectInfo,
     Page,
     Sink,
     expect_few,
-    ignore_moved,
     listed,
 )
-from swansong_bucket.stores.checksums import crc32c
 
 WINDOW_BYTES = 100
 """Small: a body of a thousand bytes has several windows."""
@@ -150,11 +156,14 @@ class MemoryStore:
         self.after("lock", key)
         return self.locked_until_unix_s[key]
 
-    def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
+    def create(self, key: str, body: Body) -> None:
         self._request("create", key)
-        for start in range(0, len(data), WINDOW_BYTES):
-            moved(min(WINDOW_BYTES, len(data) - start))
-        stored = bytes(data)
+        body.rewind()
+        while body.next_window(WINDOW_BYTES):
+            pass
+        stored = bytes(body.data)
+        if body.crc32c != checksums.crc32c(stored):
+            raise Transient(f"create {key}: the bytes do not match their checksum")
         with self._lock:
             if self.objects.get(key, stored) != stored:
                 self.overwritten.append(key)
@@ -198,5 +207,5 @@ class MemoryStore:
         data = self.objects[key]
         now_unix_s = self.clock()
         written_unix_s = self.written_unix_s.setdefault(key, now_unix_s)
-        tag = f"{crc32c(data):08x}-{written_unix_s}"
+        tag = f"{checksums.crc32c(data):08x}-{written_unix_s}"
         return ObjectInfo(key, len(data), max(0.0, now_unix_s - written_unix_s), tag)

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from swansong_bucket.stores.azure.store import AzureStore
-from swansong_bucket.stores.base import ObjectStore
+from swansong_bucket.stores.base import Body, ObjectStore
 from swansong_bucket.stores.file.store import FileStore
 from swansong_bucket.stores.gcs.store import GcsStore
 from swansong_bucket.stores.options import AzureOptions, GcsOptions, S3Options
@@ -308,7 +308,7 @@ def every_call(store: ObjectStore, key: str = "key") -> dict[str, Callable[[], o
         "warm": store.warm,
         "put": lambda: store.put(key, b"1"),
         "put if absent": lambda: store.put(key, b"1", if_absent=True),
-        "create": lambda: store.create(key, memoryview(b"abc")),
+        "create": lambda: store.create(key, Body(b"abc")),
         "get": lambda: store.get(key),
         "get_range": lambda: get_range(store, key, 0, 3),
         "head": lambda: store.head(key),

@@ -21,14 +21,13 @@ from swansong_bucket.format.manifest import Manifest
 from swansong_bucket.model import CommitRef
 from swansong_bucket.runs import catalog, commit
 from swansong_bucket.stores.base import (
+    Body,
     Folders,
-    Moved,
     ObjectInfo,
     ObjectStore,
     Page,
     Sink,
     delete_each,
-    ignore_moved,
 )
 from swansongd.core.events import (
     CheckComplete,
@@ -161,7 +160,7 @@ class SimStore:
         del key
         return None
 
-    def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
+    def create(self, key: str, body: Body) -> None:
         raise NotImplementedError
 
     def check(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError
 from swansong_bucket.errors import Exists, Permanent
+from swansong_bucket.stores.base import Body
 from swansong_bucket.stores.gcs.store import GcsStore
 from swansong_bucket.stores.options import GcsOptions, S3Options
 from swansong_bucket.stores.retention import DAY_S, Lock
@@ -91,7 +92,7 @@ def test_the_bucket_policy_enforces_create_if_absent(bucket: Bucket, key: str) -
 def test_the_bucket_policy_restricts_nothing_else(bucket: Bucket) -> None:
     """Chunks, farewells and pins pass."""
     store = bucket.store()
-    store.create(DATA, memoryview(b"chunk"))
+    store.create(DATA, Body(b"chunk"))
     store.put("run/farewells/x.json", b"{}", if_absent=True)
     store.put("other/pins/x.json", b"{}")
 

@@ -18,6 +18,7 @@ import pytest
 from botocore.credentials import CredentialResolver
 from swansong_bucket.errors import Permanent, StoreError, Transient
 from swansong_bucket.stores import credentials
+from swansong_bucket.stores.base import Body
 from swansong_bucket.stores.options import S3Options
 from swansong_bucket.stores.s3 import access
 from swansong_bucket.stores.s3.store import S3Store
@@ -93,7 +94,7 @@ def test_addressing(cloud: Cloud, addressing: str) -> None:
     """Bucket in the path or the host: the store verifies signature and checksum."""
     endpoint = cloud.server.url.replace("127.0.0.1", "localhost")
     store = cloud.open(endpoint, addressing=addressing)
-    store.create("shard", memoryview(CONTENT))
+    store.create("shard", Body(CONTENT))
     assert stored(store) == CONTENT
     assert [info.key for info in store.list("")] == ["shard"]
 
@@ -129,7 +130,7 @@ def eight_refused(cloud: Cloud, store: S3Store) -> list[StoreError]:
                 signed.wait(20)
 
         try:
-            store.create(f"shard{number}", memoryview(CONTENT), moved=moved)
+            store.create(f"shard{number}", Body(CONTENT, moved))
         except StoreError as error:
             errors.append(error)
 
@@ -149,7 +150,7 @@ def test_expired_without_other_credentials(
     profile("first", "secret", "token")
     cloud.order("credentials", access_key="first", secret_key="secret", session_token="token")
     store = cloud.open(profile="ours")
-    store.create("shard", memoryview(CONTENT))
+    store.create("shard", Body(CONTENT))
     cloud.order("expire")
     errors = eight_refused(cloud, store)
     assert [type(error) for error in errors] == [Permanent] * 8
@@ -179,7 +180,7 @@ def test_expired_with_new_credentials(
     assert [type(error) for error in errors] == [Transient] * 8
     assert len(loads) == 2
     cloud.order("credentials", access_key="second", secret_key="other", session_token="new")
-    store.create("shard", memoryview(CONTENT))
+    store.create("shard", Body(CONTENT))
     cloud.order("expire")
     profile("third", "more", "newer")
     with pytest.raises(Transient):
@@ -204,7 +205,7 @@ def test_rotated_keys_are_read_again(
     profile("first", "secret", "")
     cloud.order("credentials", access_key="first", secret_key="secret")
     store = cloud.open(profile="ours")
-    store.create("shard", memoryview(CONTENT))
+    store.create("shard", Body(CONTENT))
     cloud.order("credentials", access_key=after[0], secret_key=after[1])
     monkeypatch.setattr(credentials, "_PAUSE_S", 3600.0)
     errors = eight_refused(cloud, store)
@@ -250,7 +251,7 @@ def test_another_source_of_credentials_is_found(
         with pytest.raises(Permanent, match="InvalidAccessKeyId"):
             store.check()
     write("second")
-    retrying(store).create("shard", memoryview(CONTENT))
+    retrying(store).create("shard", Body(CONTENT))
     assert stored(store) == CONTENT
 
 
@@ -298,7 +299,7 @@ def test_an_archived_object_is_named_with_its_command(cloud: Cloud) -> None:
 def test_a_missing_profile(cloud: Cloud) -> None:
     """Permanent; the hint names the setting."""
     store = cloud.open(profile="unknown")
-    for call in (store.check, lambda: store.create("key", memoryview(b"x")), store.warm):
+    for call in (store.check, lambda: store.create("key", Body(b"x")), store.warm):
         with pytest.raises(Permanent) as caught:
             call()
         assert "store.profile" in caught.value.hint
@@ -308,11 +309,11 @@ def test_a_missing_profile(cloud: Cloud) -> None:
 def test_the_bucket_is_in_another_region(cloud: Cloud) -> None:
     """A redirect is followed once: the request is Transient, and the next one goes to the other region."""
     store = cloud.open()
-    store.create("shard", memoryview(CONTENT))
+    store.create("shard", Body(CONTENT))
     cloud.order("region", name="eu-west-1")
     with pytest.raises(Transient):
-        store.create("shard", memoryview(CONTENT))
-    store.create("shard", memoryview(CONTENT))
+        store.create("shard", Body(CONTENT))
+    store.create("shard", Body(CONTENT))
     assert stored(store) == CONTENT
     store.check()
 
@@ -332,7 +333,7 @@ def test_a_wrong_clock(cloud: Cloud) -> None:
     store = cloud.open()
     cloud.order("clock", ahead_s=3600)
     with pytest.raises(Permanent) as caught:
-        store.create("key", memoryview(b"x"))
+        store.create("key", Body(b"x"))
     assert "clock" in caught.value.hint
 
 
@@ -358,7 +359,7 @@ def test_retry_after_of_slow_down(
 ) -> None:
     """SlowDown has the store's Retry-After, if it is valid."""
     store = responding(503, b"<Error><Code>SlowDown</Code></Error>", f"Retry-After: {wait}")
-    for call in (store.check, lambda: store.create("key", memoryview(b"x"))):
+    for call in (store.check, lambda: store.create("key", Body(b"x"))):
         with pytest.raises(Transient, match="SlowDown") as caught:
             call()
         assert caught.value.retry_after_s == seconds
@@ -369,7 +370,7 @@ def test_the_store_returns_another_checksum(responding: Callable[..., S3Store]) 
     """The bytes do not count as stored: Transient."""
     store = responding(200, b"", 'ETag: "x"', "x-amz-checksum-crc32c: AAAAAA==")
     with pytest.raises(Transient, match="other bytes"):
-        store.create("key", memoryview(b"something"))
+        store.create("key", Body(b"something"))
 
 
 @pytest.mark.parametrize(

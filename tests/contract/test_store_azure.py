@@ -27,6 +27,7 @@ from swansong_bucket.errors import (
 )
 from swansong_bucket.stores.azure.auth import Identity, content_md5
 from swansong_bucket.stores.azure.store import AzureStore
+from swansong_bucket.stores.base import Body
 from swansong_bucket.stores.options import AzureOptions
 
 from testkit.foreign_servers import AZURE_ACCOUNT, AZURE_KEY
@@ -150,10 +151,10 @@ def test_a_writer_that_may_not_overwrite(
 
     store = opened(serve(answer))
     if is_ours:
-        store.create("key", DATA)
+        store.create("key", Body(DATA))
     else:
         with pytest.raises(Exists):
-            store.create("key", DATA)
+            store.create("key", Body(DATA))
     with pytest.raises(Exists):
         store.put("key", b"", if_absent=True)
 
@@ -176,11 +177,11 @@ if "azurite" in SERVERS:  # make test-stores
         monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", signature("rcl"))
         store = cloud.open()
         for _ in range(2):
-            store.create("key", DATA)
+            store.create("key", Body(DATA))
         assert [info.key for info in store.list("")] == ["key"]
         assert store.get("key") == DATA
         for refused in (
-            lambda: store.create("key", DATA[1:]),
+            lambda: store.create("key", Body(DATA[1:])),
             lambda: store.put("key", b"", if_absent=True),
         ):
             with pytest.raises(Exists):

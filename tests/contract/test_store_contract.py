@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from swansong_bucket.config.sections import StoreConfig
 from swansong_bucket.errors import Changed, ConfigError, Exists, NotFound, Permanent, StoreError
-from swansong_bucket.stores.base import DELETED_MAX, ObjectInfo, ObjectStore, all_pages
+from swansong_bucket.stores.base import DELETED_MAX, Body, ObjectInfo, ObjectStore, all_pages
 from swansong_bucket.stores.file.store import FileStore
 from swansong_bucket.stores.opening import open_store
 from swansong_bucket.stores.options import GcsOptions, S3Options
@@ -207,7 +207,7 @@ def test_keys_of_every_kind(store: ObjectStore) -> None:
         assert store.get(key) == b"content"
         assert store.head(key) == ObjectInfo(key, 7)
         store.delete(key)
-        store.create(key, memoryview(b"new"))
+        store.create(key, Body(b"new"))
         assert store.get(key) == b"new"
         store.delete(key)
         assert list(store.list("")) == []

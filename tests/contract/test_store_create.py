@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 from swansong_bucket.errors import Exists, Transient
-from swansong_bucket.stores.base import WINDOW_BYTES, ObjectInfo, ObjectStore, ignore_moved
+from swansong_bucket.stores.base import WINDOW_BYTES, Body, ObjectInfo, ObjectStore, ignore_moved
 
 from testkit.bodies import CountedSink, torn
 from testkit.store_backends import MIB, get_range
@@ -25,7 +25,7 @@ def test_create(store: ObjectStore) -> None:
         content = os.urandom(size_bytes)
         moved: list[int] = []
         for count in (moved.append, ignore_moved):
-            store.create(key := f"data/{size_bytes}", memoryview(content), moved=count)
+            store.create(key := f"data/{size_bytes}", Body(content, count))
             assert sum(moved) == size_bytes
             assert max(moved, default=0) <= WINDOW_BYTES
             assert store.head(key) == ObjectInfo(key, size_bytes)
@@ -39,10 +39,10 @@ def test_create_overwrites_nothing(store: ObjectStore, requires: Callable[[str],
     requires("spent names")
     for size_bytes in (5, MIB + 5):
         content = os.urandom(size_bytes)
-        store.create(key := f"chunk-{size_bytes}", memoryview(content))
+        store.create(key := f"chunk-{size_bytes}", Body(content))
         for other in (content[1:] + bytes([content[0] ^ 1]), content + b"1", b""):
             with pytest.raises(Exists):
-                store.create(key, memoryview(other))
+                store.create(key, Body(other))
         assert get_range(store, key, 0, size_bytes) == content
 
 
@@ -56,7 +56,7 @@ def test_of_many_creators_with_other_bytes_one_wins(
 
     def create(number: int) -> None:
         try:
-            store.create("data/chunk", memoryview(contents[number]))
+            store.create("data/chunk", Body(contents[number]))
         except Exists:
             return
         winners.append(number)
@@ -73,8 +73,8 @@ def test_many_creators_with_the_same_bytes_all_succeed(store: ObjectStore) -> No
     def create(_: int) -> None:
         for _attempt in range(100):  # each round of racing requests has a winner
             with suppress(Transient):
-                return store.create("data/chunk", memoryview(content))
-        return store.create("data/chunk", memoryview(content))
+                return store.create("data/chunk", Body(content))
+        return store.create("data/chunk", Body(content))
 
     in_threads(8, create)
     assert get_range(store, "data/chunk", 0, MIB + 1) == content
@@ -98,17 +98,17 @@ def test_an_exception_of_moved_reaches_the_caller(
     content = os.urandom(5 * MIB)
     for windows in (0, 1):
         with pytest.raises(_Trouble):
-            store.create("chunk", memoryview(content), moved=torn(_Trouble(), windows))
+            store.create("chunk", Body(content, torn(_Trouble(), windows)))
     requires("cut bodies")
     assert store.head("chunk") is None
-    store.create("chunk", memoryview(content))
+    store.create("chunk", Body(content))
     assert get_range(store, "chunk", 0, len(content)) == content
 
 
 def test_an_exception_of_a_sink_reaches_the_caller(store: ObjectStore) -> None:
     """Unchanged and without a retry."""
     content = os.urandom(3 * MIB)
-    store.create("chunk", memoryview(content))
+    store.create("chunk", Body(content))
     sink = _BrokenSink()
     with pytest.raises(_Trouble):
         store.get_range("chunk", 0, len(content), sink)

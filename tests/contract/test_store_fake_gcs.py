@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import pytest
 from swansong_bucket.errors import NotFound, Permanent
-from swansong_bucket.stores.base import ObjectInfo
+from swansong_bucket.stores.base import Body, ObjectInfo
 from swansong_bucket.stores.gcs.settings import GcsSettings
 from swansong_bucket.stores.gcs.store import GcsStore
 from swansong_bucket.stores.options import GcsOptions
@@ -85,4 +85,4 @@ def test_a_gcs_without_the_xml_interface_is_refused(server: ForeignServer) -> No
     with pytest.raises(Permanent):
         store.put("key", b"1", if_absent=True)
     with pytest.raises(Permanent):
-        store.create("key", memoryview(b"1"))
+        store.create("key", Body(b"1"))

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from swansong_bucket.errors import Exists, StoreError, Transient
-from swansong_bucket.stores.base import ObjectInfo, ObjectStore
+from swansong_bucket.stores.base import Body, ObjectInfo, ObjectStore
+from swansong_bucket.stores.checksums import crc32c
 
 from testkit.emulators.fault_proxy import FaultProxy, Way
 from testkit.emulators.store_control import POINTS
@@ -40,14 +41,14 @@ class Errand:
     def __init__(self, store: ObjectStore, content: bytes = CONTENT) -> None:
         self.store = store
         self.content = content
-        store.create("old", memoryview(content))
+        store.create("old", Body(content))
 
     def put(self) -> None:
         self.store.put("small", self.content[:1000])
         assert self.store.get("small") == self.content[:1000]
 
     def create(self) -> None:
-        self.store.create("new", memoryview(self.content))
+        self.store.create("new", Body(self.content))
         assert get_range(self.store, "new", 0, len(self.content)) == self.content
 
     def get_range(self) -> None:
@@ -56,7 +57,7 @@ class Errand:
 
 def expect_chunks_of_eight_threads(store: ObjectStore) -> None:
     contents = [os.urandom(5 * MIB + number) for number in range(8)]
-    in_threads(8, lambda number: store.create(f"data/{number}", memoryview(contents[number])))
+    in_threads(8, lambda number: store.create(f"data/{number}", Body(contents[number])))
     for number, content in enumerate(contents):
         assert get_range(store, f"data/{number}", 0, len(content)) == content
 
@@ -134,7 +135,7 @@ def test_a_race_of_two_creates(cloud: Cloud) -> None:
         store.put("other", b"ours", if_absent=True)
     assert (store.get("claim"), store.get("other")) == (b"ours", b"ours")
     cloud.order("answer", **race, carry_out=1)
-    store.create("shard", memoryview(CONTENT))
+    store.create("shard", Body(CONTENT))
     assert get_range(store, "shard", 0, len(CONTENT)) == CONTENT
 
 
@@ -144,7 +145,7 @@ def test_a_path_that_drops_large_packets(cloud: Cloud, proxy: FaultProxy, way: W
     """Large requests stall: detected in time, nothing counts as stored, and it ends with the fault."""
     through = cloud.open(cloud.by(proxy), **LIMITS)
     store = retrying(through, budget_s=30.0)
-    store.create("old", memoryview(CONTENT))
+    store.create("old", Body(CONTENT))
     through.check()
     proxy.stall(way, 6000 if cloud.ca else 1400)  # TLS needs a part of it
     if way == "up" and not cloud.ca:
@@ -152,7 +153,7 @@ def test_a_path_that_drops_large_packets(cloud: Cloud, proxy: FaultProxy, way: W
     give_up = time.monotonic() + 2
     limited = retrying(through, give_up_mono_s=lambda: give_up)
     large: dict[Way, Callable[[], object]] = {
-        "up": lambda: limited.create("new", memoryview(CONTENT)),
+        "up": lambda: limited.create("new", Body(CONTENT)),
         "down": lambda: get_range(limited, "old", 0, len(CONTENT)),
     }
     with pytest.raises(Transient):
@@ -161,7 +162,7 @@ def test_a_path_that_drops_large_packets(cloud: Cloud, proxy: FaultProxy, way: W
     assert proxy.hits
     proxy.forward()
     assert store.head("new") is None
-    store.create("new", memoryview(CONTENT))
+    store.create("new", Body(CONTENT))
     assert get_range(store, "new", 0, len(CONTENT)) == CONTENT
 
 
@@ -182,7 +183,7 @@ def test_a_chunk_whose_reply_was_lost(cloud: Cloud) -> None:
     cloud.order("clear")
     cloud.order("answer", status=503, method="PUT", match="shard", carry_out=1)
     moved: list[int] = []
-    store.create("shard", memoryview(CONTENT), moved=moved.append)
+    store.create("shard", Body(CONTENT, moved.append))
     assert moved == [MIB, MIB, 17, -len(CONTENT), MIB, MIB, 17]
     asked = [method for method, target in cloud.requests() if "shard" in target]
     assert asked == ["PUT", "PUT", "HEAD" if cloud.is_s3 else "GET"]
@@ -208,8 +209,19 @@ def test_changed_bytes_create_no_object(cloud: Cloud, size_bytes: int) -> None:
     cloud.order("flip", match="chunk")
     code = "XAmzContentSHA256Mismatch" if cloud.name == "s3" else "BadDigest"
     with pytest.raises(Transient, match=code):
-        store.create("chunk", memoryview(CONTENT)[:size_bytes])
+        store.create("chunk", Body(CONTENT[:size_bytes]))
     assert store.head("chunk") is None
+
+
+@pytest.mark.fault("O13")
+@pytest.mark.parametrize("cloud", ["s3", "gcs"], indirect=True)
+def test_bytes_that_change_after_their_checksum_create_no_object(cloud: Cloud) -> None:
+    """The CRC32C that is sent is that of the bytes as they were read: memory can fail before the request."""
+    store = cloud.open()
+    with pytest.raises(Transient, match="BadDigest"):
+        store.create("chunk", Body(SMALL, crc32c=crc32c(b"as they were read")))
+    assert store.head("chunk") is None
+    store.create("chunk", Body(SMALL, crc32c=crc32c(SMALL)))
 
 
 @pytest.mark.fault("O21")
@@ -218,7 +230,7 @@ def test_no_key_is_written_twice_in_a_second(cloud: Cloud) -> None:
     store = careful(cloud)
     store.check()
     cloud.order("clear")
-    store.create("shard", memoryview(os.urandom(16 * MIB)))
+    store.create("shard", Body(os.urandom(16 * MIB)))
     assert [method for method, _ in cloud.requests()].count("PUT") == 1
 
 
@@ -246,7 +258,7 @@ def test_reset_at_every_offset(cloud: Cloud, proxy: FaultProxy, way: Way) -> Non
     store.put("key", SMALL)
 
     def create() -> None:
-        store.create("chunk", memoryview(SMALL))
+        store.create("chunk", Body(SMALL))
 
     def read() -> None:
         assert get_range(store, "key", 0, len(SMALL)) == SMALL
@@ -268,7 +280,7 @@ def test_reset_at_every_offset(cloud: Cloud, proxy: FaultProxy, way: Way) -> Non
     assert struck >= len(offsets)
     proxy.reset(way, 100, times=1)
     careful = retrying(store)
-    careful.create("other", memoryview(SMALL))
+    careful.create("other", Body(SMALL))
     proxy.reset(way, 100, times=1)
     assert careful.get("other") == SMALL
 
@@ -282,7 +294,7 @@ def test_a_server_that_never_responds(cloud: Cloud, proxy: FaultProxy) -> None:
     for call in (
         lambda: store.get("key"),
         lambda: store.put("key", b"content"),
-        lambda: store.create("chunk", memoryview(SMALL)),
+        lambda: store.create("chunk", Body(SMALL)),
         store.check,
     ):
         began = time.monotonic()

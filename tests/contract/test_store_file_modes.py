@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from swansong_bucket.errors import Permanent, StoreError
 from swansong_bucket.stores import checksums
+from swansong_bucket.stores.base import Body
 from swansong_bucket.stores.file.store import FileStore
 
 from testkit.as_user import DAEMON, GROUP, MEMBER, OUTSIDER, as_user, place_for_all
@@ -75,8 +76,8 @@ def write(root: Path, umask: int) -> None:
         store.check()
         store.put("run/generations/1.json", b"claim", if_absent=True)
         store.put("run/commits/1.json", b"commit")
-        store.create("run/data/small", memoryview(b"shard"))
-        store.create("run/data/large", memoryview(b"abcabc"))
+        store.create("run/data/small", Body(b"shard"))
+        store.create("run/data/large", Body(b"abcabc"))
 
     assert as_user(DAEMON, create) is None
 
@@ -219,7 +220,7 @@ def test_no_link_is_followed(tmp_path: Path, where: str) -> None:
     calls: list[Callable[[], object]] = [
         lambda: store.put("run/data/key", b"x"),
         lambda: store.put("run/data/key", b"x", if_absent=True),
-        lambda: store.create("run/data/key", memoryview(b"x")),
+        lambda: store.create("run/data/key", Body(b"x")),
         lambda: store.get("run/data/secret"),
     ]
     for call in calls:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from swansong_bucket.errors import Exists, NotFound, Permanent, StoreError, Transient
+from swansong_bucket.stores.base import Body
 from swansong_bucket.stores.file import store as module
 from swansong_bucket.stores.file.store import FileStore
 
@@ -46,7 +47,7 @@ def test_no_key_leaves_the_directory(files: FileStore, root: Path, key: str) -> 
         lambda: files.get(key),
         lambda: files.head(key),
         lambda: files.delete(key),
-        lambda: files.create(key, memoryview(b"x")),
+        lambda: files.create(key, Body(b"x")),
     ):
         with pytest.raises(Permanent):
             call()
@@ -72,11 +73,11 @@ def test_nothing_temporary_stays(files: FileStore, root: Path) -> None:
     with pytest.raises(Exists):
         files.put("key", b"2", if_absent=True)
     for _ in range(2):
-        files.create("chunk", memoryview(b"1"))
+        files.create("chunk", Body(b"1"))
     with pytest.raises(Exists):
-        files.create("chunk", memoryview(b"2"))
+        files.create("chunk", Body(b"2"))
     with pytest.raises(OSError, match=r"^torn$"):
-        files.create("other-chunk", memoryview(b"2"), moved=torn(OSError("torn")))
+        files.create("other-chunk", Body(b"2", torn(OSError("torn"))))
     assert temporary_files(root) == []
     assert {(root / name).stat().st_nlink for name in ("key", "other", "chunk")} == {1}
 
@@ -118,13 +119,14 @@ def test_a_directory_that_is_removed_during_a_put(files: FileStore) -> None:
 
 WRITER = """
 import sys
+from swansong_bucket.stores.base import Body
 from swansong_bucket.stores.file.store import FileStore
 
 def stuck(size_bytes):
     print("sending", flush=True)
     sys.stdin.read()
 
-FileStore(sys.argv[1]).create("data/chunk", memoryview(b"ghi"), moved=stuck)
+FileStore(sys.argv[1]).create("data/chunk", Body(b"ghi", stuck))
 """
 
 
@@ -143,11 +145,11 @@ def test_files_of_a_killed_writer_are_removed(files: FileStore, root: Path) -> N
         writer.send_signal(signal.SIGKILL)
     (left,) = temporary_files(root)
     assert list(files.list("")) == []
-    files.create("data/chunk", memoryview(b"ghi"))
+    files.create("data/chunk", Body(b"ghi"))
     assert temporary_files(root) == [left], "another VM may still write to it"
     old_s = root.stat().st_mtime - 2 * 86_400
     os.utime(root / ".swansong-tmp" / left, (old_s, old_s))
-    FileStore(files.url).create("data/other", memoryview(b"ghi"))
+    FileStore(files.url).create("data/other", Body(b"ghi"))
     assert temporary_files(root) == []
     assert files.get("data/chunk") == b"ghi"
 
@@ -167,9 +169,9 @@ def test_a_create_whose_fsync_failed(files: FileStore, monkeypatch: pytest.Monke
     files.check()
     monkeypatch.setattr(os, "fsync", failing)
     with pytest.raises(Transient):
-        files.create("data/chunk", memoryview(b"ghi"))
+        files.create("data/chunk", Body(b"ghi"))
     synced[:] = [0, 0]
-    files.create("data/chunk", memoryview(b"ghi"))
+    files.create("data/chunk", Body(b"ghi"))
     assert {os.stat(path).st_ino for path in (files.url[7:], f"{files.url[7:]}/data")} <= {*synced}
 
 

@@ -13,6 +13,7 @@ from urllib.parse import parse_qs
 import pytest
 from swansong_bucket.errors import ConfigError, Exists, Permanent, Transient
 from swansong_bucket.stores import credentials
+from swansong_bucket.stores.base import Body
 from swansong_bucket.stores.gcs.store import GcsStore
 from swansong_bucket.stores.options import GcsOptions
 
@@ -93,7 +94,7 @@ def test_a_service_account(gcs_tls: Cloud, desk: TokenDesk) -> None:
     store = gcs_tls.open()
     store.warm()
     store.put("small", b"1")
-    store.create("large", memoryview(bytes(LARGE)))
+    store.create("large", Body(bytes(LARGE)))
     assert store.get("small") == b"1"
     assert [info.key for info in store.list("")] == ["large", "small"]
     store.warm()
@@ -105,13 +106,13 @@ def test_a_refused_token_is_renewed_once(gcs_tls: Cloud, desk: TokenDesk) -> Non
     """Many threads are refused: one new token is fetched, and all of them continue."""
     gcs_tls.order("token", valid="t1")
     store = gcs_tls.open()
-    store.create("first", memoryview(b"1"))
+    store.create("first", Body(b"1"))
     gcs_tls.order("token", valid="t2")
     tried = retrying(store)
 
     def work(number: int) -> None:
         if number % 2:
-            tried.create(f"shard-{number}", memoryview(bytes(LARGE)))
+            tried.create(f"shard-{number}", Body(bytes(LARGE)))
         else:
             tried.put(f"small-{number}", b"x")
 
@@ -129,16 +130,16 @@ def test_a_token_refused_for_good(
     gcs_tls.order("token", valid="none of these")
     store = gcs_tls.open()
     with pytest.raises(Transient):
-        store.create("shard", memoryview(b"1"))
+        store.create("shard", Body(b"1"))
     for _ in range(5):
         with pytest.raises(Permanent) as caught:
-            store.create("shard", memoryview(b"1"))
+            store.create("shard", Body(b"1"))
         assert "service account" in caught.value.hint
     assert desk.asked == 2
     gcs_tls.order("token", valid="t2")
-    store.create("shard", memoryview(b"1"))
+    store.create("shard", Body(b"1"))
     gcs_tls.order("token", valid="t3")
-    retrying(store).create("shard", memoryview(b"1"))
+    retrying(store).create("shard", Body(b"1"))
     assert desk.asked == 3
 
 
@@ -147,11 +148,11 @@ def test_a_token_that_cannot_be_renewed_now(gcs_tls: Cloud, desk: TokenDesk) -> 
     """A token server that closes each connection is Transient."""
     gcs_tls.order("token", valid="t1")
     store = gcs_tls.open()
-    store.create("shard", memoryview(b"1"))
+    store.create("shard", Body(b"1"))
     gcs_tls.order("token", valid="t2")
     desk.server.script = lambda _peer: None
     with pytest.raises(Transient):
-        store.create("shard", memoryview(b"1"))
+        store.create("shard", Body(b"1"))
 
 
 @pytest.mark.fault("O05")
@@ -166,19 +167,19 @@ def test_a_rotated_account_key_is_read_again(
         gcs_tls.order("token", valid="t1")
     monkeypatch.setattr(credentials, "_PAUSE_S", 3600.0)
     store = gcs_tls.open()
-    store.create("first", memoryview(b"1"))
+    store.create("first", Body(b"1"))
     desk.revoked = {"1"}
     before = desk.asked
     if found_by == "a refused token":
         gcs_tls.order("token", valid="t2")
     for _ in range(5):
         with pytest.raises(Permanent) as caught:
-            store.create("second", memoryview(b"2"))
+            store.create("second", Body(b"2"))
         assert "service account" in caught.value.hint
     assert desk.asked <= before + 2
     desk.rotate("2")
     monkeypatch.setattr(credentials, "_PAUSE_S", 0.0)
-    retrying(store).create("second", memoryview(b"2"))
+    retrying(store).create("second", Body(b"2"))
     assert store.get("second") == b"2"
 
 
@@ -192,10 +193,10 @@ def test_an_account_that_lacks_a_right_may_have_been_replaced(
     store.check()
     gcs_tls.order("answer", status=403, code="AccessDenied", method="PUT", times=1_000_000)
     with pytest.raises(Transient):
-        store.create("shard", memoryview(b"1"))
+        store.create("shard", Body(b"1"))
     for _ in range(3):
         with pytest.raises(Permanent) as caught:
-            store.create("shard", memoryview(b"1"))
+            store.create("shard", Body(b"1"))
         assert "gcp-vm.yaml" in caught.value.hint
         store.check()
     assert desk.asked == 2
@@ -207,7 +208,7 @@ def test_no_token_over_plain_http(gcs: Cloud, desk: TokenDesk) -> None:
     store.check()
     gcs.order("token", valid="t1")
     store_calls: list[Callable[[], object]] = [
-        lambda: store.create("shard", memoryview(b"1")),
+        lambda: store.create("shard", Body(b"1")),
         lambda: store.put("small", b"1"),
         lambda: list(store.list("")),
         store.warm,
@@ -232,9 +233,9 @@ def test_the_service_account_of_the_vm(
         gcs_tls.order("token", valid="none that it has")
         store = gcs_tls.open()
         with pytest.raises(Permanent):  # it has only the refused one
-            store.create("shard", memoryview(b"1"))
+            store.create("shard", Body(b"1"))
         gcs_tls.order("token", valid="emulated-token-1")
-        store.create("shard", memoryview(b"1"))
+        store.create("shard", Body(b"1"))
 
 
 # ---------------------------------------------------------------- checksums
@@ -246,8 +247,8 @@ def test_a_write_without_a_checksum_in_its_response(gcs: Cloud) -> None:
     store = gcs.open()
     calls: list[Callable[[], object]] = [
         lambda: store.put("small", b"1"),
-        lambda: store.create("chunk", memoryview(b"1")),
-        lambda: store.create("large", memoryview(bytes(LARGE))),
+        lambda: store.create("chunk", Body(b"1")),
+        lambda: store.create("large", Body(bytes(LARGE))),
     ]
     for call in calls:
         gcs.order("spoil", how="without", field="x-goog-hash", method="PUT")
@@ -273,13 +274,13 @@ def test_a_lost_reply_without_the_right_to_overwrite(narrow: Cloud, size_bytes: 
     content = bytes(size_bytes)
     store = narrow.open()
     narrow.order("answer", status=503, method="PUT", match="shard", carry_out=1)
-    retrying(store).create("shard", memoryview(content))
+    retrying(store).create("shard", Body(content))
     asked = [method for method, target in narrow.requests() if "shard" in target]
     assert asked[:2] == ["PUT", "PUT"], "sent, refused"
     assert set(asked[2:]) == {"GET"}, "asked for"
     assert store.get("shard") == content
     with pytest.raises(Exists):
-        store.create("shard", memoryview(content + b"1"))
+        store.create("shard", Body(content + b"1"))
     assert store.get("shard") == content
 
 
@@ -297,7 +298,7 @@ def test_a_missing_right(gcs: Cloud) -> None:
     """403 for a missing object is an error: the shard must not count as stored."""
     store = gcs.open()
     calls: list[Callable[[], object]] = [
-        lambda: store.create("shard", memoryview(b"1")),
+        lambda: store.create("shard", Body(b"1")),
         lambda: store.put("claim", b"1", if_absent=True),
     ]
     for call in calls:
@@ -317,7 +318,7 @@ def test_storage_emulator_host(gcs: Cloud, monkeypatch: pytest.MonkeyPatch) -> N
     for shard, named in (("first", server), ("second", server.removeprefix("http://"))):
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", named)
         store = GcsStore(f"gs://{BUCKET}/{gcs.prefix}", GcsOptions())
-        store.create(shard, memoryview(named.encode()))
+        store.create(shard, Body(named.encode()))
         store.put("small", b"1")
         assert store.get(shard) == named.encode()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
@@ -337,11 +338,11 @@ def test_trusted_certificates(
     """A custom authority by configuration or environment; the configured one has priority."""
 
     def use(store: GcsStore) -> None:
-        store.create("shard", memoryview(b"1"))
+        store.create("shard", Body(b"1"))
         store.put("small", b"1")
 
     where = f"gs://{BUCKET}/{gcs_tls.prefix}"
-    for call in (lambda s: s.create("shard", memoryview(b"1")), lambda s: s.put("small", b"1")):
+    for call in (lambda s: s.create("shard", Body(b"1")), lambda s: s.put("small", b"1")):
         with pytest.raises(Permanent) as caught:
             call(GcsStore(where, GcsOptions(endpoint=gcs_tls.server.url)))
         assert "not trusted" in caught.value.hint
@@ -356,7 +357,7 @@ def test_retry_after_is_in_the_error(gcs: Cloud) -> None:
     """For both interfaces."""
     store = gcs.open()
     calls: list[Callable[[], object]] = [
-        lambda: store.create("shard", memoryview(b"1")),
+        lambda: store.create("shard", Body(b"1")),
         lambda: store.put("small", b"1"),
         store.check,
     ]

@@ -23,7 +23,7 @@ from swansong_bucket.runs import catalog, pins
 from swansong_bucket.runs import commit as commits
 from swansong_bucket.runs.pins import Pin
 from swansong_bucket.runs.signing import signed
-from swansong_bucket.stores.base import Moved, ObjectStore, Page, ignore_moved
+from swansong_bucket.stores.base import Body, ObjectStore, Page
 from swansong_bucket.stores.wrappers.forwarding import Forwarding
 from swansong_bucket.transfer.restore import Selection, restore
 from swansong_bucket.transfer.target import RestoreTarget
@@ -83,9 +83,9 @@ class PowerCut(Forwarding):
         self._request()
         super().delete(key, if_tag=if_tag)
 
-    def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
+    def create(self, key: str, body: Body) -> None:
         self._request()
-        super().create(key, data, moved=moved)
+        super().create(key, body)
 
 
 class History:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from swansong_bucket.errors import Permanent, Transient
+from swansong_bucket.stores.base import Body
 from swansong_bucket.stores.file import mounts
 from swansong_bucket.stores.file.io import classified
 from swansong_bucket.stores.file.mounts import Mount
@@ -145,7 +146,7 @@ def test_the_marker_is_not_an_object(files: FileStore, root: Path) -> None:
         lambda: files.put(MARKER, b"x"),
         lambda: files.delete(MARKER),
         lambda: files.delete(f"{MARKER}/x"),
-        lambda: files.create(MARKER, memoryview(b"x")),
+        lambda: files.create(MARKER, Body(b"x")),
     ):
         with pytest.raises(Permanent, match="not a key"):
             call()

@@ -20,7 +20,7 @@ from swansong_bucket.config.sections import StoreConfig
 from swansong_bucket.errors import ConfigError, Locked, NotFound, Permanent, Transient
 from swansong_bucket.model import StoredShard
 from swansong_bucket.retention import locks
-from swansong_bucket.stores.base import ObjectInfo
+from swansong_bucket.stores.base import Body, ObjectInfo
 from swansong_bucket.stores.opening import open_store
 from swansong_bucket.stores.retention import DAY_S, Lock, LockMode, StoreClock, instant, stamp
 from swansongd.flush.locker import Locker
@@ -93,9 +93,9 @@ def test_new_objects_are_locked_by_their_key(locking: Cloud) -> None:
     """Each way to create an object gives it the retention of its key; other objects get none."""
     store = opened(locking, new_bucket(locking))
     store.put("kept/small", b"manifest", if_absent=True)
-    store.create("kept/chunk", memoryview(b"chunk"))
-    store.create("kept/large", memoryview(bytes(5 * MIB)))
-    store.create("whole", memoryview(b"whole"))
+    store.create("kept/chunk", Body(b"chunk"))
+    store.create("kept/large", Body(bytes(5 * MIB)))
+    store.create("whole", Body(b"whole"))
     store.put("free", b"pin")
     for key in ("kept/small", "kept/chunk", "kept/large"):
         assert ends_in(end_of(store, key), DAYS), key
@@ -155,7 +155,7 @@ def test_a_bucket_without_retention_names_the_command(strict: Cloud) -> None:
     store = opened(strict, new_bucket(strict, lock=False))
     for write in (
         lambda: store.put("kept/a", b"1"),
-        lambda: store.create("kept/a", memoryview(b"1")),
+        lambda: store.create("kept/a", Body(b"1")),
     ):
         with pytest.raises(Permanent) as refused:
             write()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 from swansong_bucket.errors import Exists, NotFound, Permanent, StoreError, Transient
+from swansong_bucket.stores.base import Body
 from swansong_bucket.stores.gcs.store import GcsStore
 from swansong_bucket.stores.options import GcsOptions, S3Options
 from swansong_bucket.stores.s3.store import S3Store
@@ -82,7 +83,7 @@ def refusal_is_classified(
         lambda: get_range(store, "key", 0, 3),
     ]
     if wanted is not Exists:  # which compares the object
-        calls.append(lambda: store.create("other", memoryview(b"x" * 10)))
+        calls.append(lambda: store.create("other", Body(b"x" * 10)))
     if wanted is not NotFound:  # which has another meaning there
         calls += [lambda: list(store.list("")), lambda: store.delete("key"), store.check]
     for call in calls:

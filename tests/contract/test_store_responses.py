@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from swansong_bucket.errors import Permanent, Transient
-from swansong_bucket.stores.base import ObjectInfo, ObjectStore, Page, all_pages, listed
+from swansong_bucket.stores.base import Body, ObjectInfo, ObjectStore, Page, all_pages, listed
 
 from testkit.emulators.store_control import SPOILS
 from testkit.memory_store import MemoryStore
@@ -276,7 +276,7 @@ def test_a_write_that_is_not_acknowledged(cloud: Cloud, call: str) -> None:
     store = cloud.open()
     calls: dict[str, Callable[[ObjectStore], object]] = {
         "put": lambda each: each.put("key", CONTENT),
-        "create": lambda each: each.create("key", memoryview(CONTENT)),
+        "create": lambda each: each.create("key", Body(CONTENT)),
     }
     cloud.order("spoil", how="without", field="ETag", method="PUT")
     with pytest.raises(Transient):
@@ -293,8 +293,8 @@ def test_a_write_that_had_no_effect(cloud: Cloud) -> None:
     for body in ("", "<html><body>welcome</body></html>"):
         cloud.order("say", body=body, method="PUT")
         with pytest.raises(Transient):
-            store.create("key", memoryview(CONTENT))
+            store.create("key", Body(CONTENT))
     assert store.head("key") is None
     cloud.order("say", body="ok", method="PUT", times=3)
-    retrying(store).create("key", memoryview(CONTENT))
+    retrying(store).create("key", Body(CONTENT))
     assert store.get("key") == CONTENT

@@ -38,6 +38,7 @@ from pathlib import Path
 import structlog
 from swansong_bucket.config.sections import StoreConfig
 from swansong_bucket.errors import StoreError
+from swansong_bucket.stores.base import Body
 from swansong_bucket.stores.opening import open_store
 from swansong_bucket.stores.wrappers.retry import Retrying
 from swansong_bucket.util.threads import parallel
@@ -55,7 +56,7 @@ count = 12
 
 def send():
     def create(number):
-        tried.create(f"data/{number}", memoryview(content))
+        tried.create(f"data/{number}", Body(content))
 
     parallel(range(count), create, threads=8)
 

@@ -18,7 +18,7 @@ from swansong_bucket.errors import StoreError, Transient
 from swansong_bucket.stores import responses
 from swansong_bucket.stores.azure.auth import SharedKey
 from swansong_bucket.stores.azure.store import AzureStore
-from swansong_bucket.stores.base import ObjectInfo, Page, listed
+from swansong_bucket.stores.base import Body, ObjectInfo, Page, listed
 from swansong_bucket.stores.gcs.store import GcsStore
 from swansong_bucket.stores.http.client import Response
 from swansong_bucket.stores.options import AzureOptions, GcsOptions, S3Options
@@ -378,7 +378,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "head": lambda store: store.head("key"),
     "list": lambda store: list(store.list("")),
     "delete": lambda store: store.delete("key"),
-    "create": lambda store: store.create("key", memoryview(b"abc")),
+    "create": lambda store: store.create("key", Body(b"abc")),
     "check": lambda store: store.check(),
 }
 

@@ -18,7 +18,7 @@ from swansong_bucket.errors import CorruptError, Exists, NotFound, Permanent
 from swansong_bucket.mirror.gate import Gate
 from swansong_bucket.model import Chunk
 from swansong_bucket.retention.survey import stored_objects
-from swansong_bucket.stores.base import BytesSink, ObjectStore
+from swansong_bucket.stores.base import Body, BytesSink, ObjectStore
 from swansong_bucket.util.threads import parallel
 
 VERIFIED_MAX = 200_000
@@ -120,7 +120,7 @@ class ChunkCopier:
             raise CorruptError(f"the bytes of {chunk.key} do not match the digest in its name")
         check = self._gate.check
         try:
-            self._gate.run(lambda: self._mirror.create(chunk.key, data, moved=lambda _: check()))
+            self._gate.run(lambda: self._mirror.create(chunk.key, Body(data, lambda _: check())))
         except Exists:
             raise self._other(chunk) from None
         self.verified.add(chunk.key)

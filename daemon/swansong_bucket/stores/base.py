@@ -104,18 +104,31 @@ def ignore_moved(_size_bytes: int) -> None:
 
 
 class Body:
-    """Bytes in memory as the body of a request.  One thread uses a body at a time."""
+    """Bytes in memory as the body of requests.  One thread uses a body at a time.
 
-    def __init__(self, data: bytes | memoryview, moved: Moved = ignore_moved) -> None:
+    Args:
+        data: the bytes; they stay as they are until the last request has ended.
+        moved: see :data:`Moved`.
+        crc32c: of the bytes, if it is known; otherwise computed at the first request.
+
+    Attributes:
+        pace: called like ``moved``, after it and never with a negative number: it limits the rate.
+    """
+
+    def __init__(
+        self, data: bytes | memoryview, moved: Moved = ignore_moved, crc32c: int | None = None
+    ) -> None:
         self.data = memoryview(data).cast("B")
         self.size_bytes = self.data.nbytes
         self._moved = moved
+        self._crc32c = crc32c
         self._done_bytes = 0
+        self.pace: Moved = ignore_moved
 
     @cached_property
     def crc32c(self) -> int:
         """CRC32C of the bytes."""
-        return crc32c(self.data)
+        return crc32c(self.data) if self._crc32c is None else self._crc32c
 
     def sha256(self) -> str:
         """SHA-256 of the bytes, in hex."""
@@ -127,12 +140,13 @@ class Body:
         if done_bytes:
             self._moved(-done_bytes)
 
-    def next_window(self) -> memoryview:
-        """The next bytes to send; empty after the last one."""
-        window = self.data[self._done_bytes : self._done_bytes + WINDOW_BYTES]
+    def next_window(self, size_bytes: int = WINDOW_BYTES) -> memoryview:
+        """The next bytes to send, up to this number; empty after the last one."""
+        window = self.data[self._done_bytes : self._done_bytes + size_bytes]
         if window:
             self._moved(window.nbytes)
             self._done_bytes += window.nbytes
+            self.pace(window.nbytes)
         return window
 
 
@@ -221,7 +235,7 @@ class ObjectStore(Protocol):
         None, and no request, if the store gives objects with this key no retention.
         """
 
-    def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
+    def create(self, key: str, body: Body) -> None:
         """Store a chunk under a new key, in one request.
 
         The store verifies the CRC32C of the bytes where it can.  Only for keys that contain a nonce: an

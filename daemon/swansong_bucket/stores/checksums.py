@@ -14,12 +14,14 @@ _ALONE_BYTES_MAX = 256 * 2**10
 """Hashed in a few microseconds; acquiring the interpreter's lock again would take longer."""
 
 
-def crc32c(data: bytes | bytearray | memoryview) -> int:
-    """CRC32C of ``data``, a buffer of bytes.
+def crc32c(data: bytes | bytearray | memoryview, before: int = 0) -> int:
+    """CRC32C of ``data``, a buffer of bytes, and of the bytes before it, whose CRC32C is ``before``.
 
     Releases the interpreter's lock, except for data of at most 256 KiB.
     """
-    return _implementation()(data, 0, gil_release_mode=1 if len(data) > _ALONE_BYTES_MAX else 0)
+    return _implementation()(
+        data, before, gil_release_mode=1 if len(data) > _ALONE_BYTES_MAX else 0
+    )
 
 
 @cache

@@ -23,13 +23,11 @@ from swansong_bucket.stores.base import (
     GET_BYTES_MAX,
     Body,
     BytesSink,
-    Moved,
     ObjectInfo,
     ObjectStore,
     Page,
     Sink,
     delete_each,
-    ignore_moved,
     is_certificate_problem,
     named,
 )
@@ -86,8 +84,7 @@ class RemoteStore(ObjectStore):
     def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
         return delete_each(self, infos, threads=_DELETE_THREADS)
 
-    def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
-        body = Body(data, moved)
+    def create(self, key: str, body: Body) -> None:
         try:
             self._put(key, body, if_absent=True)
         except Exists:

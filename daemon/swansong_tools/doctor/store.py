@@ -14,7 +14,7 @@ from swansong_bucket.retention import locks
 from swansong_bucket.runs import signing
 from swansong_bucket.runs.signing import SigningKey, signed
 from swansong_bucket.stores.azure.store import AzureStore
-from swansong_bucket.stores.base import ObjectStore
+from swansong_bucket.stores.base import Body, ObjectStore
 from swansong_bucket.stores.file import mounts
 from swansong_bucket.stores.gcs.store import GcsStore
 from swansong_bucket.stores.http.client import Wire
@@ -240,7 +240,7 @@ class StoreProbe:
         def send(number: int) -> None:
             if time.monotonic() - begun_mono_s < SPEED_LIMIT_S / 2:
                 key = f"{self.rehearsal.keys.run}/speed-{number}"
-                self.store.create(key, zeros)
+                self.store.create(key, Body(zeros))
                 with lock:
                     sent.append(zeros.nbytes)
 

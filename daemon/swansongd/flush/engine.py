@@ -89,7 +89,14 @@ class FlushEngine:
         self._has_work = threading.Condition(self._lock)
         self._has_begun = threading.Condition(self._lock)
         self._sender = ChunkSender(
-            store, keys, run_directory, known, lock=self._lock, created=created, nonce=nonce
+            store,
+            keys,
+            run_directory,
+            known,
+            lock=self._lock,
+            is_small=layout.is_small,
+            created=created,
+            nonce=nonce,
         )
         self._idle = 0
         """Workers that wait for a task."""

@@ -12,7 +12,7 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from swansong.openat import held
 from swansong_bucket.errors import StagingError, Transient
 from swansong_bucket.model import StagedFile
 from swansong_bucket.stores.base import WINDOW_BYTES
+from swansong_bucket.stores.checksums import crc32c
 
 from swansongd.flush.layout import Piece
 from swansongd.staging import scan
@@ -68,36 +69,46 @@ class Buffers:
             self._free.clear()
 
 
-def read_pieces(
+class ChunkSums:
+    """The digest and the CRC32C of a chunk, computed while its bytes are in the processor's cache."""
+
+    def __init__(self) -> None:
+        self.crc32c = 0
+        self._hash = blake3()
+
+    def update(self, window: memoryview) -> None:
+        self._hash.update(window)
+        self.crc32c = crc32c(window, self.crc32c)
+
+    def digest(self) -> bytes:
+        return self._hash.digest()
+
+
+def read_piece(
     directory: scan.SetDirectory,
-    pieces: Sequence[Piece],
+    piece: Piece,
     buffer: memoryview,
-    is_unwanted: Callable[[Piece], bool],
-) -> list[bytes]:
-    """Fill the buffer with the bytes of the pieces; returns the BLAKE3 of each piece.
+    is_wanted: Callable[[Piece], bool],
+    taken: Callable[[memoryview], object] = lambda _window: None,
+) -> None:
+    """Fill the buffer, which has the size of the piece, with its bytes.
 
     Args:
-        is_unwanted: called before each window; if it returns True, reading raises Cancelled.
+        is_wanted: called before each window; if it returns False, reading raises Cancelled.
+        taken: called with each window once it is read.
 
     Raises:
         StagingError: a file changed since the scan, or cannot be read.
         Transient: no file descriptor or no memory is left; the file may be good.
         Cancelled: the bytes are not needed any more.
     """
-    digests, at = [], 0
-    for piece in pieces:
-        with opened(directory, piece.file) as fd:
-            hasher = blake3()
-            for start in range(0, piece.size_bytes, WINDOW_BYTES):
-                if is_unwanted(piece):
-                    raise Cancelled
-                length = min(WINDOW_BYTES, piece.size_bytes - start)
-                window = buffer[at + start : at + start + length]
-                _read(fd, piece, start, window)
-                hasher.update(window)  # while the window is in the processor's cache
-            digests.append(hasher.digest())
-        at += piece.size_bytes
-    return digests
+    with opened(directory, piece.file) as fd:
+        for start in range(0, piece.size_bytes, WINDOW_BYTES):
+            if not is_wanted(piece):
+                raise Cancelled
+            window = buffer[start : start + WINDOW_BYTES]
+            _read(fd, piece, start, window)
+            taken(window)
 
 
 def _read(fd: int, piece: Piece, start: int, window: memoryview) -> None:

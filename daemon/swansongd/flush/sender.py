@@ -11,13 +11,14 @@ from pathlib import Path
 from blake3 import blake3
 from swansong_bucket.errors import Exists
 from swansong_bucket.format.keys import RunKeys
-from swansong_bucket.model import Chunk, Extent
-from swansong_bucket.stores.base import ObjectStore
+from swansong_bucket.model import Chunk, Extent, StagedFile
+from swansong_bucket.stores.base import Body, ObjectStore
+from swansong_bucket.stores.checksums import crc32c
 
 from swansongd.flush.active import ActiveFlush
-from swansongd.flush.known import KnownChunks
+from swansongd.flush.known import KnownChunks, SmallSums
 from swansongd.flush.layout import Piece, size_of
-from swansongd.flush.reading import Buffers, Cancelled, read_pieces, within_means
+from swansongd.flush.reading import Buffers, Cancelled, ChunkSums, read_piece, within_means
 from swansongd.flush.tasks import StoreChunk
 from swansongd.staging import scan
 
@@ -33,6 +34,7 @@ class ChunkSender:
     Args:
         store, keys, run_directory, known, created, nonce: as of the engine.
         lock: guards the flushes and their queues.
+        is_small: whether a file shares a chunk.
     """
 
     def __init__(
@@ -43,9 +45,11 @@ class ChunkSender:
         known: KnownChunks,
         *,
         lock: threading.Lock,
+        is_small: Callable[[StagedFile], bool],
         created: Callable[[Chunk, memoryview], None] = lambda _chunk, _data: None,
         nonce: Callable[[], str] = chunk_nonce,
     ) -> None:
+        self._is_small = is_small
         self._store = store
         self._keys = keys
         self._run_directory = run_directory
@@ -63,65 +67,54 @@ class ChunkSender:
             StagingError: a file cannot be read, or has changed.
             StoreError: the store failed.
         """
-        pieces = [piece for piece in task.pieces if flush.queue.wants(piece)]
-        with self.buffers.taken(size_of(pieces)) as buffer:
-            digests = read_pieces(
-                self._directory(flush), pieces, buffer, lambda piece: not flush.queue.wants(piece)
-            )
-            if len(pieces) == 1:
-                self._store_bytes(flush, pieces, digests, digests[0], buffer)
+        with self.buffers.taken(size_of(task.pieces)) as buffer:
+            pieces, sums, small = self._read(flush, task.pieces, buffer)
+            if not pieces:
                 return
-            pieces, digests, data = self._without_known(flush, pieces, digests, buffer)
-            if pieces:
-                self._store_bytes(flush, pieces, digests, blake3(data).digest(), data)
-
-    def _store_bytes(
-        self,
-        flush: ActiveFlush,
-        pieces: Sequence[Piece],
-        digests: Sequence[bytes],
-        digest: bytes,
-        data: memoryview,
-    ) -> None:
-        """Name a chunk with these bytes, or create one."""
-        found = self._find(flush, digest)
-        if found is None:
-            made = self._created(flush, pieces, digest, data)
-            small = dict(zip(digests, _extents(pieces, made, 0), strict=True))
-            chunk = self._known.created(made, small)
-            self._listener(chunk, data)
-            extents = _extents(pieces, chunk, 0)
-        else:
-            flush.count_compared(len(data))
-            extents = _extents(pieces, found.chunk, found.offset_bytes)
-        self._note(flush, dict(zip(pieces, extents, strict=True)))
-
-    def _without_known(
-        self,
-        flush: ActiveFlush,
-        pieces: Sequence[Piece],
-        digests: Sequence[bytes],
-        buffer: memoryview,
-    ) -> tuple[list[Piece], list[bytes], memoryview]:
-        """Name what the newest commit has, and move the other bytes together."""
-        found: dict[Piece, Extent] = {}
-        missing: list[Piece] = []
-        missing_digests: list[bytes] = []
-        at = end = 0
-        for piece, digest in zip(pieces, digests, strict=True):
-            extent = self._find(flush, digest)
-            if extent is not None:
-                found[piece] = extent
+            data = buffer[: size_of(pieces)]
+            found = self._find(flush, sums.digest())
+            if found is None:
+                made = self._created(flush, pieces, sums, data)
+                places = _extents(pieces, made, 0)
+                chunk = self._known.created(made, {places[p]: each for p, each in small.items()})
+                self._listener(chunk, data)
+                extents = _extents(pieces, chunk, 0)
             else:
-                if at > end:
-                    buffer[end : end + piece.size_bytes] = bytes(buffer[at : at + piece.size_bytes])
-                missing.append(piece)
-                missing_digests.append(digest)
-                end += piece.size_bytes
-            at += piece.size_bytes
-        flush.count_compared(at - end)
-        self._note(flush, found)
-        return missing, missing_digests, buffer[:end]
+                flush.count_compared(len(data))
+                extents = _extents(pieces, found.chunk, found.offset_bytes)
+            self._note(flush, extents)
+
+    def _read(
+        self, flush: ActiveFlush, pieces: Sequence[Piece], buffer: memoryview
+    ) -> tuple[list[Piece], ChunkSums, dict[Piece, SmallSums]]:
+        """Read pieces into the buffer, one after the other, and name small files that are stored.
+
+        Returns:
+            The pieces in the buffer, the sums of all their bytes, and those of each small file.
+        """
+        missing: list[Piece] = []
+        sums, small, end = ChunkSums(), dict[Piece, SmallSums](), 0
+        for piece in filter(flush.queue.wants, pieces):
+            place = buffer[end : end + piece.size_bytes]
+            if not self._is_small(piece.file):
+                read_piece(self._directory(flush), piece, place, flush.queue.wants, sums.update)
+            else:
+                read_piece(self._directory(flush), piece, place, flush.queue.wants)
+                each = self._small_sums(place)
+                if each.digest and (extent := self._find(flush, each.digest)) is not None:
+                    flush.count_compared(piece.size_bytes)
+                    self._note(flush, {piece: extent})
+                    continue
+                small[piece] = each
+                sums.update(place)
+            missing.append(piece)
+            end += piece.size_bytes
+        return missing, sums, small
+
+    def _small_sums(self, data: memoryview) -> SmallSums:
+        checksum = crc32c(data)
+        is_likely = self._known.has_seen(checksum, data.nbytes)
+        return SmallSums(checksum, blake3(data).digest() if is_likely else b"")
 
     def _find(self, flush: ActiveFlush, digest: bytes) -> Extent | None:
         """Stored bytes with this digest that a manifest may name."""
@@ -134,22 +127,23 @@ class ChunkSender:
         return found.extent if is_stored else None
 
     def _created(
-        self, flush: ActiveFlush, pieces: Sequence[Piece], digest: bytes, data: memoryview
+        self, flush: ActiveFlush, pieces: Sequence[Piece], sums: ChunkSums, data: memoryview
     ) -> Chunk:
         def moved(size_bytes: int) -> None:
             if size_bytes > 0 and not any(map(flush.queue.wants, pieces)):
                 raise Cancelled
             flush.count_sent(size_bytes)
 
+        body = Body(data, moved, sums.crc32c)
         for is_last in (False, True):
-            key = self._keys.chunk(flush.queue.generation, digest, self._nonce())
+            key = self._keys.chunk(flush.queue.generation, sums.digest(), self._nonce())
             try:
-                self._store.create(key, data, moved=moved)
+                self._store.create(key, body)
             except Exists:  # the key holds other bytes, and is spent
                 if is_last:
                     raise
             else:
-                return Chunk(key, data.nbytes)
+                return Chunk(key, body.size_bytes)
         raise AssertionError("unreachable")
 
     def _note(self, flush: ActiveFlush, extents: dict[Piece, Extent]) -> None:
@@ -170,10 +164,10 @@ class ChunkSender:
         return flush.directory
 
 
-def _extents(pieces: Sequence[Piece], chunk: Chunk, offset: int) -> list[Extent]:
+def _extents(pieces: Sequence[Piece], chunk: Chunk, offset: int) -> dict[Piece, Extent]:
     """The pieces of a chunk from this offset, one after the other."""
-    extents = []
+    extents = {}
     for piece in pieces:
-        extents.append(Extent(chunk, offset, piece.size_bytes))
+        extents[piece] = Extent(chunk, offset, piece.size_bytes)
         offset += piece.size_bytes
     return extents

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from swansong_bucket.model import CommitRef, StagedFile
-from swansong_bucket.stores.base import Moved
+from swansong_bucket.stores.base import Body
 from swansong_bucket.util.concurrency import FIRST
 from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
 from swansongd.flush import engine as engines
@@ -212,15 +212,15 @@ class SlowCreates:
         self.count = 0
         create = flush.store.create
 
-        def begin(key: str, data: memoryview, *, moved: Moved) -> None:
+        def begin(key: str, body: Body) -> None:
             for _ in range(windows):
-                moved(WINDOW_BYTES)
+                body.next_window(WINDOW_BYTES)
             self.count += 1
             self.begun.release()
             assert self.released.wait(20)
-            moved(-windows * WINDOW_BYTES)
+            body.rewind()
             again()
-            create(key, data, moved=moved)
+            create(key, body)
 
         flush.store.create = begin  # type: ignore[method-assign]
 

@@ -21,6 +21,7 @@ from swansong_bucket.errors import Exists, Permanent, Transient
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.model import CommitRef
 from swansongd.core.events import Flushed, FlushFailed, FlushProgress
+from swansongd.flush import sender
 from swansongd.flush.sender import chunk_nonce
 
 from testkit.flush_rig import CHUNK, SET, FlushRig, found_set, keys_of, noise, staged_set
@@ -475,19 +476,36 @@ def test_any_history_of_commits_sends_only_what_is_not_stored(
 
 
 def test_small_files_are_named_within_their_chunks(tmp_path: Path) -> None:
-    """Their neighbours in a shared chunk have changed.  The store confirms each chunk once."""
+    """Their neighbours in a shared chunk change.  A file that seems unchanged is sent once more, then named.
+
+    The store confirms each chunk once.
+    """
     flush = FlushRig(tmp_path, small_bytes_max=CHUNK)
     content = {f"d/{n:03d}": noise(100, n) for n in range(40)}
-    first = flush.saved(content, 1)
-    content |= {"d/007": noise(100, 99), "d/039": noise(10, 99)}
+    flush.saved(content, 1)
+    content |= {"d/007": noise(100, 98), "d/039": noise(10, 98)}
     second = flush.saved(content, 2)
-    assert second.bytes_sent == 110
-    assert second.bytes_referenced == 38 * 100
-    heads = [key for what, key in flush.store.requests if what == "head"]
-    assert sorted(heads) == sorted(set(keys_of(first)))
+    assert (second.bytes_sent, second.bytes_referenced) == (1910, 2000)  # the chunks of both files
+    content |= {"d/007": noise(100, 99), "d/039": noise(10, 99)}
+    flush.store.requests.clear()
     third = flush.saved(content, 3)
-    assert third.bytes_sent == 0
-    assert set(keys_of(third)) == set(keys_of(second))
+    assert (third.bytes_sent, third.bytes_referenced) == (110, 3800)
+    heads = [key for what, key in flush.store.requests if what == "head"]
+    assert sorted(heads) == sorted(set(keys_of(second)))
+    fourth = flush.saved(content, 4)
+    assert fourth.bytes_sent == 0
+    assert set(keys_of(fourth)) == set(keys_of(third))
+
+
+def test_a_small_file_is_never_named_for_its_checksum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of the same size and CRC32C can be made: ``flushed`` finds the bytes of each in the store."""
+    monkeypatch.setattr(sender, "crc32c", lambda _: 7)
+    flush = FlushRig(tmp_path, small_bytes_max=CHUNK)
+    for step in range(1, 5):
+        content = {f"d/{n:03d}": noise(100, 100 * step + n) for n in range(20)}
+        assert flush.saved(content, step).bytes_sent == 2000
 
 
 def test_a_new_vm_names_the_whole_chunks_of_the_newest_commit(tmp_path: Path) -> None:

@@ -308,9 +308,13 @@ def test_a_chunk_that_is_forgotten_while_the_store_confirms_it_stays_forgotten(
 def test_small_files_are_known_while_their_chunk_is(tmp_path: Path) -> None:
     known = opened(tmp_path)
     small = Extent(CHUNKS[0], 0, 1)
-    known.created(CHUNKS[0], {b"s" * 32: small})
+    known.created(CHUNKS[0], {small: knowns.SmallSums(7, b"s" * 32)})
     known.committed([whole_shard("x", CHUNKS[0])], CommitRef(1, 1))
     assert known.find(b"s" * 32) == knowns.Found(small, is_confirmed=False)
+    assert [known.has_seen(*each) for each in ((7, 1), (7, 2), (8, 1))] == [True, False, False]
     known.superseded(CommitRef(1, 2))
     assert known.find(b"s" * 32) is None
+    assert not known.has_seen(7, 1)
     assert opened(tmp_path).find(b"s" * 32) is None
+    known.committed([whole_shard("y", CHUNKS[1])], CommitRef(1, 3))
+    assert not known._small | known._seen, "they would add up over a year"

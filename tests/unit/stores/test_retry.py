@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 from swansong_bucket.errors import Exists, NotFound, Permanent, StoreError, Transient
-from swansong_bucket.stores.base import Moved, Page, Sink, ignore_moved
+from swansong_bucket.stores.base import Body, Page, Sink
 from swansong_bucket.stores.file.store import FileStore
 from swansong_bucket.stores.wrappers.retry import Retrying
 
@@ -38,8 +38,8 @@ class Moody(FileStore):
         if mood is not None:
             raise mood
 
-    def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
-        super().create(key, data, moved=moved)
+    def create(self, key: str, body: Body) -> None:
+        super().create(key, body)
         self._be_moody()
 
     def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
@@ -254,7 +254,7 @@ def test_bodies_and_sinks_are_rewound(moody: Moody) -> None:
     store = retrying(moody)
     moved: list[int] = []
     moody.moods = [down]
-    store.create("chunk", memoryview(content), moved=moved.append)
+    store.create("chunk", Body(content, moved.append))
     assert moved == [len(content), -len(content), len(content)]
     assert moody.get("chunk") == content
     sink = CountedSink()

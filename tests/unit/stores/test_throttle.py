@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from swansong_bucket.stores.base import WINDOW_BYTES, Moved, ignore_moved
+from swansong_bucket.stores.base import WINDOW_BYTES, Body
 from swansong_bucket.stores.file.store import FileStore
 from swansong_bucket.stores.wrappers.throttle import Throttled
 
@@ -38,12 +38,12 @@ class Watched(FileStore):
         self.under_way = 0
         self.most_under_way = 0
 
-    def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
+    def create(self, key: str, body: Body) -> None:
         with self._lock:
             self.under_way += 1
             self.most_under_way = max(self.most_under_way, self.under_way)
         try:
-            super().create(key, data, moved=moved)
+            super().create(key, body)
         finally:
             with self._lock:
                 self.under_way -= 1
@@ -74,7 +74,7 @@ def test_all_threads_together_keep_to_the_rate(files: Watched) -> None:
 
     def send(number: int) -> None:
         for turn in range(2):
-            store.create(f"chunk-{number}-{turn}", memoryview(bytes(WINDOW_BYTES)))
+            store.create(f"chunk-{number}-{turn}", Body(bytes(WINDOW_BYTES)))
 
     joined(started(4, send))
     took_s = time.monotonic() - began_s
@@ -86,10 +86,10 @@ def test_no_credit_for_idle_times(files: Watched) -> None:
     """Idle time does not increase the rate afterwards."""
     now_s = [0.0]
     store = Throttled(files, Limit(RATE), monotonic=lambda: now_s[0])
-    store.create("first", memoryview(bytes(WINDOW_BYTES)))
+    store.create("first", Body(bytes(WINDOW_BYTES)))
     now_s[0] += 3600
-    store.create("second", memoryview(bytes(WINDOW_BYTES)))
-    (third,) = started(1, lambda _: store.create("third", memoryview(bytes(WINDOW_BYTES))))
+    store.create("second", Body(bytes(WINDOW_BYTES)))
+    (third,) = started(1, lambda _: store.create("third", Body(bytes(WINDOW_BYTES))))
     until(lambda: files.under_way == 1, what="the third to begin")
     third.join(timeout=0.2)
     assert third.is_alive()
@@ -103,7 +103,7 @@ def test_removing_the_limit_ends_all_waits(files: Watched) -> None:
     store = Throttled(files, limit)
     windows: list[int] = []
     data = memoryview(bytes(3 * WINDOW_BYTES))
-    threads = started(4, lambda n: store.create(f"shard-{n}", data, moved=windows.append))
+    threads = started(4, lambda n: store.create(f"shard-{n}", Body(data, windows.append)))
     until(lambda: len(windows) == 2, what="a second window, which is one too many")
     assert files.under_way == 1
     assert all(thread.is_alive() for thread in threads)
@@ -118,7 +118,7 @@ def test_few_bodies_are_in_flight(files: Watched, rate: float, most: int) -> Non
     """Each one in flight can send a window about once a second."""
     limit = Limit(rate)
     store = Throttled(files, limit)
-    threads = started(8, lambda n: store.create(f"shard-{n}", memoryview(bytes(WINDOW_BYTES))))
+    threads = started(8, lambda n: store.create(f"shard-{n}", Body(bytes(WINDOW_BYTES))))
     until(lambda: files.under_way == most, what=f"{most} under way")
     most_under_way = files.most_under_way
     limit.rate_bytes_per_s = None
@@ -131,8 +131,8 @@ def test_a_cancelled_body_frees_its_slot(files: Watched) -> None:
     store = Throttled(files, Limit(WINDOW_BYTES / 2))
     for _ in range(3):
         with pytest.raises(InterruptedError, match="unwanted"):
-            store.create("shard", memoryview(b"x"), moved=torn(InterruptedError("unwanted")))
-    store.create("shard", memoryview(b"x"))
+            store.create("shard", Body(b"x", torn(InterruptedError("unwanted"))))
+    store.create("shard", Body(b"x"))
     assert files.get("shard") == b"x"
 
 
@@ -193,9 +193,9 @@ def test_a_pause_holds_bodies_and_its_end_frees_them(files: Watched) -> None:
             is_paused.set()
 
     data = memoryview(bytes(3 * WINDOW_BYTES))
-    first = started(1, lambda _: store.create("first", data, moved=moved))
+    first = started(1, lambda _: store.create("first", Body(data, moved)))
     until(is_paused.is_set, what="the first window")
-    second = started(1, lambda _: store.create("second", data))
+    second = started(1, lambda _: store.create("second", Body(data)))
     assert list(files.list("")) == []
     assert len(windows) == 1
     assert files.most_under_way == 1

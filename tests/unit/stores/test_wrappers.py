@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from swansong_bucket.stores.base import ObjectInfo, ObjectStore
+from swansong_bucket.stores.base import Body, ObjectInfo, ObjectStore
 from swansong_bucket.stores.wrappers.retry import Retrying
 from swansong_bucket.stores.wrappers.throttle import Throttled
 
@@ -30,6 +30,7 @@ ARGUMENTS = {
     "prefix": "prefix/",
     "token": "token",
     "after": "after",
+    "body": Body(b"data"),
     "data": memoryview(b"data"),
     "if_absent": True,
     "if_tag": "tag",
@@ -37,9 +38,8 @@ ARGUMENTS = {
     "offset": 3,
     "size_bytes": 4,
     "sink": object(),
-    "moved": lambda _size_bytes: None,
 }
-WRAPPED = {"sink", "moved"}
+WRAPPED = {"sink"}
 """Arguments that a wrapper may replace, to count the bytes."""
 
 

@@ -38,13 +38,11 @@ from swansong_bucket.stores.base import (
     WINDOW_BYTES,
     Body,
     Folders,
-    Moved,
     ObjectInfo,
     ObjectStore,
     Page,
     Sink,
     delete_each,
-    ignore_moved,
 )
 from swansong_bucket.stores.file.io import (
     Modes,
@@ -191,8 +189,8 @@ class FileStore(ObjectStore):
         _names(key)
         return None
 
-    def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
-        body, what = Body(data, moved), f"create {key}"
+    def create(self, key: str, body: Body) -> None:
+        what = f"create {key}"
         try:
             self._put(key, lambda fd: write_body(fd, body, what), if_absent=True)
         except Exists:

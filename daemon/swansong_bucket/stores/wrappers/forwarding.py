@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from swansong_bucket.stores.base import (
+    Body,
     Folders,
-    Moved,
     ObjectInfo,
     ObjectStore,
     Page,
     Sink,
-    ignore_moved,
 )
 
 T = TypeVar("T")
@@ -66,8 +65,8 @@ class Forwarding(ObjectStore):
     def lock(self, key: str) -> float | None:
         return self._try(f"lock {key}", lambda: self._store.lock(key))
 
-    def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
-        self._try(f"create {key}", lambda: self._store.create(key, data, moved=moved))
+    def create(self, key: str, body: Body) -> None:
+        self._try(f"create {key}", lambda: self._store.create(key, body))
 
     def check(self) -> None:
         self._try("check", self._store.check)

@@ -17,7 +17,7 @@ from random import SystemRandom
 import structlog
 
 from swansong_bucket.errors import StoreError, Transient
-from swansong_bucket.stores.base import Moved, ObjectStore, ignore_moved
+from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.stores.wrappers.forwarding import Forwarding, T
 
 _BACKOFF_S_FIRST = 0.1
@@ -64,21 +64,6 @@ class Retrying(Forwarding):
         self._budget_s = budget_s
         self._monotonic = monotonic
         self._attempted = attempted
-
-    def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
-        moved_bytes = 0
-
-        def count(size_bytes: int) -> None:
-            nonlocal moved_bytes
-            moved(size_bytes)
-            moved_bytes += size_bytes
-
-        def attempt() -> None:
-            if moved_bytes:
-                count(-moved_bytes)
-            self._store.create(key, data, moved=count)
-
-        self._try(f"create {key}", attempt)
 
     def _try(self, call: str, attempt: Callable[[], T]) -> T:
         began_mono_s = self._monotonic()

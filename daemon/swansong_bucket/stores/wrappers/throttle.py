@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from swansong_bucket.stores.base import WINDOW_BYTES, Moved, ObjectStore, Sink, ignore_moved
+from swansong_bucket.stores.base import WINDOW_BYTES, Body, ObjectStore, Sink
 from swansong_bucket.stores.wrappers.forwarding import Forwarding
 
 HELD_S = 10.0
@@ -62,14 +62,10 @@ class Throttled(Forwarding):
         with self._bucket.slot():
             self._store.get_range(key, offset, size_bytes, _ThrottledSink(sink, self._bucket))
 
-    def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
-        def paced(size_bytes: int) -> None:
-            moved(size_bytes)  # first: a cancelled request raises before the wait
-            if size_bytes > 0:
-                self._bucket.spend(size_bytes)
-
+    def create(self, key: str, body: Body) -> None:
         with self._bucket.slot():
-            self._store.create(key, data, moved=paced)
+            body.pace = self._bucket.spend
+            self._store.create(key, body)
 
 
 class _TokenBucket:
