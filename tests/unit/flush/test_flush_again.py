@@ -198,19 +198,21 @@ def test_one_of_two_equal_chunks_that_are_created_at_once_is_named(
 
 @pytest.mark.fault("O09", "O13")
 def test_a_key_with_other_bytes_is_not_used_again(flush: FlushRig) -> None:
-    """The store replaces no object: the chunk gets another nonce."""
+    """The store replaces no object: the chunk gets another nonce.  Refused bytes do not count as sent."""
     staged = staged_set(flush.run_directory, {"a": noise(10), "b": noise(20)})
     taken: list[str] = []
 
     def before(what: str, key: str) -> None:
         if not taken:
             taken.append(key)
-            raise Exists(key)
+            flush.store.objects[key] = b"other bytes"
 
     flush.store.before = before
     done = flush.flushed(staged)
+    assert done.bytes_sent == 30
     assert not set(keys_of(done)) & set(taken)
     assert flush.store.count("create") == 3
+    del flush.store.objects[taken[0]]  # all others have the bytes of their names
 
 
 def test_a_store_that_has_every_key_fails_the_flush(flush: FlushRig) -> None:
