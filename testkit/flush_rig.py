@@ -8,9 +8,11 @@ import queue
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from typing import ClassVar
 
 from blake3 import blake3
 from swansong_bucket.errors import Transient
@@ -80,7 +82,10 @@ class FlushRig:
 
     Attributes:
         later_s: how far the clocks of the VM and of the store are ahead.
+        engines: those of all rigs.
     """
+
+    engines: ClassVar[weakref.WeakSet[FlushEngine]] = weakref.WeakSet()
 
     def __init__(
         self,
@@ -122,6 +127,7 @@ class FlushRig:
             nonce=lambda: f"n{next(self._nonces)}",
             monotonic=self._monotonic,
         )
+        self.engines.add(self.engine)
 
     def outcome(self) -> Flushed | FlushFailed:
         """The next event that ends a flush."""

@@ -12,6 +12,15 @@ from testkit.flush_rig import FlushRig
 from testkit.waiting import until
 
 
+@pytest.fixture(autouse=True)
+def no_flush_outlives_its_test() -> Iterator[None]:
+    """The threads of an open flush would take samples, and report, during the tests that follow."""
+    yield
+    for engine in FlushRig.engines:
+        for flush in filter(None, (engine._ordered, engine._active)):
+            engine.cancel(flush.flush_id)
+
+
 @pytest.fixture
 def flush(tmp_path: Path) -> Iterator[FlushRig]:
     """An engine with three workers; no files share a chunk."""
