@@ -216,7 +216,7 @@ def test_changed_bytes_create_no_object(cloud: Cloud, size_bytes: int) -> None:
 @pytest.mark.fault("O13")
 @pytest.mark.parametrize("cloud", ["s3", "gcs"], indirect=True)
 def test_bytes_that_change_after_their_checksum_create_no_object(cloud: Cloud) -> None:
-    """The CRC32C that is sent is that of the bytes as they were read: memory can fail before the request."""
+    """The request has the CRC32C of the bytes as they were read: memory can fail before they are sent."""
     store = cloud.open()
     with pytest.raises(Transient, match="BadDigest"):
         store.create("chunk", Body(SMALL, crc32c=crc32c(b"as they were read")))

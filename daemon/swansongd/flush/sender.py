@@ -90,7 +90,7 @@ class ChunkSender:
         """Read pieces into the buffer, one after the other, and name small files that are stored.
 
         Returns:
-            The pieces in the buffer, the sums of all their bytes, and those of each small file.
+            The pieces in the buffer, the sums of all their bytes, and the sums of each small file.
         """
         missing: list[Piece] = []
         sums, small, end = ChunkSums(), dict[Piece, SmallSums](), 0
