@@ -176,7 +176,7 @@ def test_a_file_of_the_answer_is_newer_than_the_request(
     events: list[Event], tmp_path: Path
 ) -> None:
     """Times of files are those of the last tick: also a save that begins at once is no earlier save."""
-    make = f"lambda *_: (open({str(tmp_path / 'set')!r}, 'w').close(), print('saved', flush=True))"
+    make = f"lambda *_: (open({str(tmp_path / 'set')!r}, 'w').close(), os.write(1, b'saved\\n'))"
     with Trainer(CATCHES.replace('lambda *_: os.write(1, b"caught\\n")', make)) as trainer:
         signals = sender(events, pid_file(tmp_path, trainer.pid))
         for number in range(10):
