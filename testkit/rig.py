@@ -80,9 +80,9 @@ class Lines:
         with self._changed:
             return [line for line in self._lines if facts.items() <= line.items()]
 
-    def wait(self, timeout_s: float = 60.0, **facts: Any) -> dict[str, Any]:
-        """The first line with these fields; waits for it."""
-        seen = 0
+    def wait(self, timeout_s: float = 60.0, *, after: int = 0, **facts: Any) -> dict[str, Any]:
+        """The first line with these fields, of those after the first ``after`` lines; waits for it."""
+        seen = after
 
         def found() -> dict[str, Any] | None:
             nonlocal seen

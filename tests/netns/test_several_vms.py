@@ -136,14 +136,16 @@ def test_torchrun_continues_with_the_remaining_vms(cluster: Cluster) -> None:
     """Elastic restart: the same torchrun, fewer nodes, the checkpoint of the notice, a new generation."""
     staying, doomed = cluster.add(2)
     trainer, _ = cluster.start([staying, doomed], nodes="1:2", restarts=3)
-    trainer.lines.wait(90, step=5)
+    both = trainer.lines.wait(90, event="resumed", world=2)  # torchrun may begin with one VM
+    trainer.lines.wait(90, after=trainer.lines.all().index(both), step=5)
+    before = len(trainer.lines.all())
     doomed.notice(in_s=60)
     assert doomed.vm.daemon is not None
     assert staying.vm.daemon is not None
     verdict = doomed.vm.daemon.lines.wait(event="verdict", verdict="SAFE")
     doomed.vm.daemon.lines.wait(event="evacuation", phase="complete")
     doomed.power_off()
-    resumed = trainer.lines.wait(90, event="resumed", world=1)
+    resumed = trainer.lines.wait(90, after=before, event="resumed", world=1)
     # The rank that stays may have saved its last step, too, without the lost one.
     assert resumed["from_step"] >= verdict["step"]
     assert staying.vm.status()["generation"] > verdict["generation"]

@@ -26,13 +26,17 @@ def cluster(network: Any, tmp_path: Path) -> Iterator[Cluster]:
         yield Cluster(tmp_path, started)
 
 
-def first_new_step(trainer: Process, world: int) -> dict[str, Any]:
-    """The first line of a start with ``world`` VMs, once it has completed a step."""
-    trainer.lines.wait(90, event="launched", world=world)
+def first_new_step(trainer: Process, world: int, *, after: int) -> dict[str, Any]:
+    """The first line of a start with ``world`` VMs, once it has completed a step.
+
+    Args:
+        after: lines of the trainer before the loss: torchrun may have begun with one VM less.
+    """
+    trainer.lines.wait(90, after=after, event="launched", world=world)
     print(f"launched {time.monotonic():.1f}")
-    resumed = trainer.lines.wait(90, event="resumed", world=world)
+    resumed = trainer.lines.wait(90, after=after, event="resumed", world=world)
     print(f"resumed {time.monotonic():.1f}")
-    trainer.lines.wait(60, step=resumed["from_step"] + 1, world=world)
+    trainer.lines.wait(60, after=after, step=resumed["from_step"] + 1, world=world)
     print(f"trained {time.monotonic():.1f}")
     return resumed
 
@@ -44,7 +48,7 @@ def train(cluster: Cluster, count: int) -> list[Process]:
     nodes = f"{count - 1}:{count}"
     trainers = cluster.start(machines, *arguments, nodes=nodes, restarts=3, script=RANK)
     for each in trainers:
-        each.lines.wait(120, step=20, world=count)  # torchrun may start with one VM less
+        each.lines.wait(120, step=20, world=count)  # torchrun may begin with one VM less
     return trainers
 
 
@@ -63,8 +67,9 @@ def test_a_vm_that_disappears_costs_the_job_no_step(
     if not has_network:
         subprocess.run(["ip", "link", "set", f"vm{doomed.number}", "down"], check=True, timeout=20)
     print(f"lost {time.monotonic():.1f}")
+    before = len(trainer.lines.all())
     doomed.power_off()
-    resumed = first_new_step(trainer, count - 1)
+    resumed = first_new_step(trainer, count - 1, after=before)
     committed = staying.vm.daemon.lines.wait(event="committed") if staying.vm.daemon else {}
     steps = [line for line in trainer.lines.all(world=count) if "step" in line]
     left_out = committed["without_ranks"]
@@ -83,12 +88,13 @@ def test_after_safe_the_job_continues_without_the_vm(cluster: Cluster) -> None:
     """A VM that ends after SAFE costs no step: the other one resumes the last step that it completed."""
     trainer, _ = train(cluster, 2)
     doomed = cluster.machines[-1]
+    before = len(trainer.lines.all())
     doomed.notice(in_s=120)
     assert doomed.vm.daemon is not None
     safe = doomed.vm.daemon.lines.wait(60, event="verdict", verdict="SAFE")
     print(f"lost {time.monotonic():.1f}")
     doomed.power_off()
-    resumed = first_new_step(trainer, 1)
+    resumed = first_new_step(trainer, 1, after=before)
     steps = [line for line in trainer.lines.all(world=2) if "step" in line]
     assert resumed["from_step"] == steps[-1]["step"] >= safe["step"]
     assert resumed["digest"] == steps[-1]["digest"]
