@@ -4,7 +4,8 @@
 The model has ``BatchNorm``, whose buffers change in the forward pass.  With ``--die-at N --die-rank K`` that
 rank is killed before the forward pass of the step after N, in a start that began at step 0.  With ``--block``
 the other ranks wait there in Python code, and otherwise in the first collective of that step.  With
-``--managed`` the guard is a context manager.
+``--managed`` the guard is a context manager.  With ``--meet N`` a start of fewer ranks at step 0 trains
+nothing: torchrun begins without a VM that is late, and starts all ranks again when it joins.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ def main() -> None:
     parser.add_argument("--die-rank", type=int, default=-1)
     parser.add_argument("--every-steps", type=int, default=1000)
     parser.add_argument("--resize", action="store_true")
+    parser.add_argument("--meet", type=int, default=1)
     parser.add_argument("--timeout-s", type=float, default=1800.0)
     parser.add_argument("--block", action="store_true")
     parser.add_argument("--managed", action="store_true")
@@ -101,6 +103,8 @@ def main() -> None:
         batches=loader.batches,
         restart=os.environ.get("TORCHELASTIC_RESTART_COUNT"),
     )
+    if first == 0 and dist.get_world_size() < options.meet:
+        threading.Event().wait()
     is_doomed = options.die_rank == dist.get_rank() and first == 0
     pause = threading.Event()
     with guard if options.managed else contextlib.nullcontext():

@@ -137,7 +137,8 @@ def test_torchrun_continues_with_the_remaining_vms(cluster: Cluster) -> None:
     staying, doomed = cluster.add(2)
     trainer, _ = cluster.start([staying, doomed], nodes="1:2", restarts=3)
     both = trainer.lines.wait(90, event="resumed", world=2)  # torchrun may begin with one VM
-    trainer.lines.wait(90, after=trainer.lines.all().index(both), step=5)
+    begun = trainer.lines.all().index(both)
+    trainer.lines.wait(90, after=begun, step=both["from_step"] + 5)
     before = len(trainer.lines.all())
     doomed.notice(in_s=60)
     assert doomed.vm.daemon is not None

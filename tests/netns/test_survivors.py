@@ -43,12 +43,12 @@ def first_new_step(trainer: Process, world: int, *, after: int) -> dict[str, Any
 
 def train(cluster: Cluster, count: int) -> list[Process]:
     """Start a job on VMs that may continue with one VM less, and wait for step 20."""
-    arguments = ("--resize", "--every-steps", "100000", "--timeout-s", "10")
+    arguments = ("--resize", "--every-steps", "100000", "--timeout-s", "10", "--meet", str(count))
     machines = cluster.add(count)
     nodes = f"{count - 1}:{count}"
     trainers = cluster.start(machines, *arguments, nodes=nodes, restarts=3, script=RANK)
     for each in trainers:
-        each.lines.wait(120, step=20, world=count)  # torchrun may begin with one VM less
+        each.lines.wait(120, step=20, world=count)
     return trainers
 
 
