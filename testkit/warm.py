@@ -59,8 +59,13 @@ for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sig
     signal.signal(number, pass_on)
 server.sendmsg([asked], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)])
 os.closerange(3, server.fileno())
-server.recv(4)  # the pid
-status = server.recv(4)
+def received():
+    try:
+        return server.recv(4)
+    except ConnectionResetError:  # the server has closed before it read a signal; its answers follow
+        return server.recv(4)
+received()  # the pid
+status = received()
 code = int.from_bytes(status, "big", signed=True) if status else -9
 if code < 0:
     if -code != signal.SIGKILL:

@@ -96,8 +96,8 @@ def stop_on_signals(stop: threading.Event) -> dict[int, Any]:
     """
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)  # first: the next signal may interrupt this function
         stop.set()
-        signal.signal(number, signal.SIG_DFL)
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     return {number: signal.signal(number, on_signal) for number in numbers}
