@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _CLIENT = """#!{python} -SE
-import _socket, os, signal, sys
+import _socket, os, select, signal, sys
 server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
 server.connect({path!r})
 passed = []
@@ -50,16 +50,20 @@ for name in os.listdir("/proc/self/fd"):
 passed.append(os.open("/proc/self/ns/net", os.O_RDONLY))
 asked = repr((sys.argv, dict(os.environ), os.getcwd(), passed[:-1])).encode()
 rights = b"".join(fd.to_bytes(4, sys.byteorder) for fd in passed)
-def pass_on(number, frame):
-    try:
-        server.send(bytes([number]))
-    except OSError:
-        pass  # the forked process has just ended
+# A handler would run after the next answer, if the signal comes an instant before the wait for it.
+signals, wakes = os.pipe()
+os.set_blocking(wakes, False)
+signal.set_wakeup_fd(wakes)
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(number, pass_on)
+    signal.signal(number, lambda *_: None)
 server.sendmsg([asked], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)])
 os.closerange(3, server.fileno())
 def received():
+    while server not in select.select([server, signals], [], [])[0]:
+        try:
+            server.send(os.read(signals, 1))
+        except OSError:
+            pass  # the forked process has just ended
     try:
         return server.recv(4)
     except ConnectionResetError:  # the server has closed before it read a signal; its answers follow

@@ -91,12 +91,13 @@ def test_the_network_is_that_of_the_client(warm_python: str) -> None:
 
 FORKS = """
 import os, signal
-signal.signal(signal.SIGTERM, lambda number, frame: os.write(1, b"terminated\\n"))
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 child = os.fork()
 if child:
     print(os.getpid(), child, flush=True)
-while True:
-    signal.pause()
+signal.sigwait([signal.SIGTERM])
+os.write(1, b"terminated\\n")
+signal.pause()
 """
 
 

@@ -33,6 +33,7 @@ from swansong_tools.exporter.stores import WatchedStore, load_stores, parse_stor
 CONNECTIONS = RUNS_AT_ONCE * READS
 INTERVAL_S_MIN = 5.0
 _LISTEN = "127.0.0.1:9470"
+_LOOK_S = 1.0
 _RUNS_MAX = 200
 _ACCESS = ("endpoint", "region", "profile", "ca_bundle")
 _OF_A_STORE = ("mirror", "signing_key_file", *_ACCESS)
@@ -120,7 +121,8 @@ def run(args: argparse.Namespace) -> int:
     for reader in readers:
         reader.start()
     Exposition(args.listen, registry, key="--listen", stop=stop).start()
-    stop.wait()
+    while not stop.wait(_LOOK_S):  # a signal that comes an instant before a wait does not end it
+        pass
     log.flush(1.0)
     return 0
 

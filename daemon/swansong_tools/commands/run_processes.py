@@ -38,26 +38,39 @@ def supervised(work: Callable[[], int]) -> int:
     either process by SIGKILL, kills all descendants of both.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_DFL
+    )  # otherwise an end of the child would have no status
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     parent = os.getpid()
     child = os.fork()
     if child == 0:
         _work(work, parent)
-    stops: list[int] = []
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGINT and stops:
-            kill_descendants()
-            os._exit(exit_code(-number))
-        stops.append(number)
-        os.kill(child, number)
-
-    handle_stops(stop)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = _pass_on_signals(child)
     kill_descendants()
     if code < 0:
         note(f"the supervisor of daemon and trainer was ended by signal {-code}")
     return exit_code(code)
+
+
+def _pass_on_signals(child: int) -> int:
+    """Pass on each signal until the child has ended; returns its exit code, ``-N`` after signal N.
+
+    The signals are blocked.  A handler would run after the child's end if its signal came an instant before
+    the wait for the child.
+    """
+    awaited = (*_not_ignored(), signal.SIGCHLD)
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    has_stopped = False
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        number = signal.sigwait(awaited)
+        if number == signal.SIGINT and has_stopped:
+            kill_descendants()
+            os._exit(exit_code(-number))
+        if number != signal.SIGCHLD:
+            has_stopped = True
+            os.kill(child, number)
+    return os.waitstatus_to_exitcode(ended[1])
 
 
 def _work(work: Callable[[], int], parent: int) -> NoReturn:
@@ -75,11 +88,19 @@ def _work(work: Callable[[], int], parent: int) -> NoReturn:
 
 
 def handle_stops(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Handle the signals that stop a command; SIGHUP stays ignored under ``nohup``."""
-    for number in STOPPING:
-        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, handler)
+    """Handle the signals that stop a command, which are blocked until then."""
+    for number in _not_ignored():
+        signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+
+
+def _not_ignored() -> list[signal.Signals]:
+    """The signals that stop a command; under ``nohup`` SIGHUP does not."""
+    return [
+        number
+        for number in STOPPING
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+    ]
 
 
 def start(
