@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import structlog
 from hypothesis import HealthCheck, Phase, settings
-from swansongd.observe.log import CAPPED
+from swansongd.observe import log
 
 from testkit.time_limits import TimeLimits
 from testkit.warm import ONE_THREAD, WarmPythons, python_of
@@ -49,7 +49,7 @@ WARM_ENV = "SWANSONG_TEST_WARM"
 def _log_settings() -> Iterator[None]:
     """Undo the log settings of a test: a command in this process sets those of the whole process."""
     before = structlog.get_config() if structlog.is_configured() else None
-    loggers = [logging.getLogger(), *map(logging.getLogger, CAPPED)]
+    loggers = [logging.getLogger(), *map(logging.getLogger, log.CAPPED)]
     levels = [logger.level for logger in loggers]
     handlers = loggers[0].handlers[:]
     yield
@@ -61,6 +61,19 @@ def _log_settings() -> Iterator[None]:
         logger.setLevel(level)
     loggers[0].handlers[:] = handlers
     logging.captureWarnings(capture=False)
+
+
+@pytest.fixture
+def capfd(capfd: pytest.CaptureFixture[str]) -> pytest.CaptureFixture[str]:
+    """As of pytest, but a thread that writes the log does not move the offset of the file while it is read."""
+    read = capfd.readouterr
+
+    def readouterr() -> pytest.CaptureResult[str]:
+        assert log.flush(30)
+        return read()
+
+    capfd.readouterr = readouterr  # type: ignore[method-assign]
+    return capfd
 
 
 def pytest_configure(config: pytest.Config) -> None:
