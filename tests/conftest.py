@@ -65,7 +65,7 @@ def _log_settings() -> Iterator[None]:
 
 @pytest.fixture
 def capfd(capfd: pytest.CaptureFixture[str]) -> pytest.CaptureFixture[str]:
-    """As of pytest, but a thread that writes the log does not move the offset of the file while it is read."""
+    """As of pytest, but the thread that writes the log does not move the file's offset during a read."""
     read = capfd.readouterr
 
     def readouterr() -> pytest.CaptureResult[str]:

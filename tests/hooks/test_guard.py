@@ -754,9 +754,13 @@ def test_restore_from_a_directory(
 
 
 def test_restore_waits_while_there_is_progress(
-    daemon: FakeDaemon, attach: Attach, counter: Counter, monkeypatch: pytest.MonkeyPatch
+    daemon: FakeDaemon,
+    attach: Attach,
+    counter: Counter,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A restore waits for a long download; a stalled one is an error, not a fresh run."""
+    """A restore waits for a long download and for another VM; a stalled one is an error, not a fresh run."""
     clock_s = [0.0]
     monkeypatch.setattr(restore, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
     guard = attach({"counter": counter})
@@ -767,11 +771,16 @@ def test_restore_waits_while_there_is_progress(
             clock_s[0] += 0.9 * restore.PATIENCE_S
             daemon.send(Restoring(query_id, done, 8))
             until(lambda: client._progress_mono_s == clock_s[0])
+        for _ in range(3):  # nothing is fetched meanwhile
+            clock_s[0] += 0.9 * restore.PATIENCE_S
+            daemon.send(Restoring(query_id, 0, 0, waits_for="another VM"))
+            until(lambda: client._progress_mono_s == clock_s[0])
         daemon.send(Restored(query_id))
 
     daemon.on_query = lambda query_id: threading.Thread(target=download, args=(query_id,)).start()
     assert guard.restore() == 0
     guard.close()
+    assert caplog.messages.count("restore waits for another VM") == 1
     stop = threading.Event()
 
     def hang(query_id: str) -> None:

@@ -395,6 +395,8 @@ class Restoring(FromDaemon):
     query_id: Id
     bytes_done: Bytes
     bytes_total: Bytes
+    waits_for: Text = ""
+    """The answer has to wait for this, however little the progress is."""
 
 
 @dataclass(frozen=True)
@@ -472,10 +474,16 @@ class NotifyWithdrawn(ToDaemon):
 
 
 @dataclass(frozen=True)
+class TakeOver(ToDaemon):
+    """The VM that this one replaces has ended, by ``swansong takeover``."""
+
+
+@dataclass(frozen=True)
 class Noted(FromDaemon):
-    """Answer to Notify and NotifyWithdrawn; :class:`Status` shows the effect."""
+    """Answer to Notify, NotifyWithdrawn and TakeOver; :class:`Status` shows the effect."""
 
 
+FROM_OPERATOR = (Notify, NotifyWithdrawn, TakeOver)
 FROM_TRAINER = tuple(ToDaemon.__subclasses__())
 FROM_DAEMON = tuple(FromDaemon.__subclasses__())
 _BY_TYPE = {kind.TYPE: kind for kind in (*FROM_TRAINER, *FROM_DAEMON)}

@@ -34,6 +34,7 @@ TIMEOUT_S = 5.0
 RESTORE_TIMEOUT_S = 120.0
 """Longer than the daemon waits for the store before it reports progress or an error."""
 _RETRY_S = 0.05
+_POLL_S = 0.1
 """Process, user and group."""
 _NOT_ALLOWED = "Run the command as root, or as one of trainer.users"
 
@@ -121,6 +122,19 @@ class DaemonClient:
         report = self.request(StatusQuery(), Status).report
         with self._explained():
             return from_json(report)
+
+    def until(self, is_seen: Callable[[DaemonStatus], object]) -> DaemonStatus:
+        """The daemon's state once its decision loop has acted on our message."""
+        deadline_mono_s = time.monotonic() + TIMEOUT_S
+        while not is_seen(status := self.status()):
+            if time.monotonic() > deadline_mono_s:
+                raise Unreachable(
+                    "notifying the daemon failed: it accepted the message but did not act on it "
+                    f"within {TIMEOUT_S:g} s",
+                    hint="Check its state with: swansong status",
+                )
+            time.sleep(_POLL_S)
+        return status
 
     def peer_uid(self) -> int:
         """The user that listens on the socket, as the kernel reports it."""

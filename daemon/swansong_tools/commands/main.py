@@ -21,6 +21,7 @@ COMMANDS = {
     "status": "show the state of the daemon on this VM",
     "notify": "give the daemon notice that this VM will be terminated",
     "drill": "rehearse an evacuation, or a restore from the mirror",
+    "takeover": "continue the run here although another VM may still train",
     "ls": "list the commits of a run, newest first",
     "pin": "keep a commit under a name",
     "unpin": "remove a pin",

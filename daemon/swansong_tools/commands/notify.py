@@ -7,20 +7,19 @@ import argparse
 import os
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from swansong.protocol import Noted, Notify, NotifyWithdrawn
 from swansong_bucket.config.values import duration
-from swansong_bucket.errors import Stopped, Unreachable
+from swansong_bucket.errors import Stopped
 from swansong_bucket.model import Verdict
 from swansongd.config.config import load
 from swansongd.observe.phase import Phase
 from swansongd.observe.status import DaemonStatus, VerdictStatus, to_json
 from swansongd.sources.manual import identity_of
 
-from swansong_tools.commands.client import TIMEOUT_S, DaemonClient
+from swansong_tools.commands.client import DaemonClient
 from swansong_tools.commands.common import add_flag, add_json, argument, note, print_json
 from swansong_tools.commands.view.rows import newer_generation, part_of
 
@@ -81,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         return give_notice(args, drill=False)
     with DaemonClient(load(args.config).trainer.socket) as daemon:
         daemon.request(NotifyWithdrawn(reason=args.reason), Noted)
-        return _show(args, _until(daemon, lambda status: not _has_manual_notice(status)))
+        return _show(args, daemon.until(lambda status: not _has_manual_notice(status)))
 
 
 def give_notice(args: argparse.Namespace, *, drill: bool) -> int:
@@ -101,8 +100,8 @@ def give_notice(args: argparse.Namespace, *, drill: bool) -> int:
         )
         identity = identity_of(notify.nonce, drill=notify.drill)
         daemon.request(notify, Noted)
-        status = _until(
-            daemon, lambda status: _is_in_force(status, identity) or verdict_on(status, identity)
+        status = daemon.until(
+            lambda status: _is_in_force(status, identity) or verdict_on(status, identity)
         )
         if not args.wait:
             return _show(args, status)
@@ -118,20 +117,6 @@ def give_notice(args: argparse.Namespace, *, drill: bool) -> int:
             status = daemon.status()
         _show(args, replace(status, verdict=last.verdict))
         return EXIT_BY_VERDICT[last.verdict]
-
-
-def _until(daemon: DaemonClient, is_seen: Callable[[DaemonStatus], object]) -> DaemonStatus:
-    """The daemon's state once the decision loop has recorded our message."""
-    deadline_mono_s = time.monotonic() + TIMEOUT_S
-    while not is_seen(status := daemon.status()):
-        if time.monotonic() > deadline_mono_s:
-            raise Unreachable(
-                f"notifying the daemon failed: it accepted the message but did not act on it within "
-                f"{TIMEOUT_S:g} s",
-                hint="Check its state with: swansong status",
-            )
-        time.sleep(_POLL_S)
-    return status
 
 
 def _running_s() -> float:

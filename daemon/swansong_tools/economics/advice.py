@@ -296,7 +296,7 @@ def _replacement(job: Job, setup: Setup) -> Iterator[Proposal]:
     yield Proposal(
         name="replacement",
         title="the next VM is ordered at the notice",
-        change="notify.exec = a program that orders a VM",
+        change="run.handover = true, notify.exec = a program that orders a VM",
         formula=(
             f"{human_s(cloud_s + boot_s)} without a VM and in its boot, in parallel with the notice"
         ),

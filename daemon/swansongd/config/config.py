@@ -68,6 +68,13 @@ class RunConfig:
         about="First guess of the mean time between two losses of a VM without a SAFE verdict. "
         "The history in the bucket corrects the guess.",
     )
+    handover: bool = _key(
+        read.yes_or_no,
+        False,
+        about="Whether the next VM starts while the preempted one still trains. The next VM then "
+        "fetches its checkpoints, and its trainer waits for its end, at most until the deadline "
+        "of the notice. Set the same value on all VMs. See docs/operations/replacement.md.",
+    )
 
 
 @_section

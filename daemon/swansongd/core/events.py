@@ -229,6 +229,29 @@ class RunRead:
 
 
 @dataclass(frozen=True, slots=True)
+class PredecessorFound:
+    """A look at the bucket: another VM that holds the newest generation may still train."""
+
+    looked_mono_s: float
+    """When the look began."""
+    generation: int = 0
+    """0 if there is no such VM, if it has ended, or if nothing is known of its end."""
+    left_s: float = 0.0
+    """For this long at most."""
+    is_leaving: bool = True
+    """False if its notice was withdrawn."""
+    newest: CommitRef | None = None
+    """The newest whole commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class PredecessorDenied:
+    """No other VM is awaited any more."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationClaimed:
     """This start has a generation, claimed now or earlier by any of its VMs."""
 
@@ -373,7 +396,7 @@ Event = (
     NoticeRaised | NoticeWithdrawn | SourceChanged | GpusRead
     | TrainerJoined | TrainerLeft | TrainerProgress | TrainerAccepted | TrainerAgreed
     | TrainerSealed | TrainerFailed | PeerRequested | FinishAsked | StartBegun | ProcessFound
-    | RestoreAsked | RolledBack | RunRead | PaceRead | HistoryRead
+    | RestoreAsked | RolledBack | RunRead | PredecessorFound | PredecessorDenied | PaceRead | HistoryRead
     | SignalSent | SignalRefused | SignalledExited
     | Scanned | GenerationClaimed | FlushProgress | Flushed | FlushFailed
     | CommitDone | PartsCounted | CommitFailed | FenceFound | LinkShared | WokeUp | StopRequested

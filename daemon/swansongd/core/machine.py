@@ -104,6 +104,10 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
             starts.record_rolled_back(transition, to_step)
         case events.RunRead():
             commits.record_newest(transition, event)
+        case events.PredecessorFound():
+            starts.record_predecessor(transition, event)
+        case events.PredecessorDenied(reason):
+            starts.record_denied(transition, reason)
         case events.PaceRead():
             learning.record_read(transition, event)
         case events.HistoryRead():

@@ -41,13 +41,27 @@ def why_no_prefetch(state: State, newest: CommitRef | None) -> str:
     if known is not None and known.generation == state.generation and known != newest:
         return "this VM has committed a newer checkpoint"
     if newest is None:
-        return "the run has no commit" if state.commits.is_run_read else ""
+        may_come = not state.commits.is_run_read or state.starts.predecessor is not None
+        return "" if may_come else "the run has no commit"
     local = newest_local(state, newest)
     return "" if local is None else f"step {local.id.step} is in staging"
 
 
+def why_waiting(state: State, now_mono_s: float) -> str:
+    """Which VM this one awaits before it takes the run over; empty if it awaits none."""
+    other = state.starts.predecessor
+    if other is None or not other.generation:
+        return ""
+    if not other.is_leaving:
+        return f"generation {other.generation} trains on: its notice was withdrawn"
+    left_s = max(0.0, other.by_mono_s - now_mono_s)
+    return f"generation {other.generation} still trains, for at most {left_s:.0f} s"
+
+
 def newest_known(state: State, listed: CommitRef | None) -> CommitRef | None:
     """The newest whole commit: an earlier VM may have committed between the listing and our claim."""
+    if state.starts.predecessor is not None and state.starts.predecessor.newest is not None:
+        return state.starts.predecessor.newest
     known = state.commits.last_complete
     if known is None or known.generation == state.generation:
         return listed

@@ -47,6 +47,7 @@ from swansongd.core.events import (
     ClaimGeneration,
     FenceFound,
     GenerationClaimed,
+    PredecessorFound,
     ProcessFound,
     Rescan,
     TellFenced,
@@ -65,6 +66,8 @@ WINDOW_S = 90.0
 """No more than CLAIMS_MAX claims within this time, for which a trainer waits with its restore query ..."""
 EVACUATION_CLAIMS_MAX = 2
 """... and, above that, this number in an evacuation."""
+PREDECESSOR_SILENCE_S = 900.0
+"""The VM that this one replaces is awaited at most this long after its last record in the bucket."""
 FINISH_S = 30.0
 """A start over several VMs waits at most this long for the commits of earlier starts ..."""
 FINISH_S_MAX = 90.0
@@ -406,10 +409,59 @@ def reconcile(transition: Transition) -> None:
         return
     if finishing is not None and finishing.start_id == due.id and not finishing.is_done:
         return  # the sets of earlier starts are committed first
+    if due.nodes == 1 and _is_awaiting(transition):
+        return  # a claim would fence the VM that still trains
     claims = (*_recent(transition), (due.id, transition.now))
     _put(transition, replace(transition.state.starts, claims=claims))
     claim = ClaimGeneration(due.id, due.nodes, due.process_ns, due.began_ticks, due.is_live)
     transition.do(claim)
+
+
+def _is_awaiting(transition: Transition) -> bool:
+    """Whether the VM that this one replaces may still commit.  The look that denies it must be a new one."""
+    other = transition.state.starts.predecessor
+    if other is None:
+        return False
+    if other.due_mono_s is None:
+        other = replace(other, due_mono_s=transition.now)
+        _put(transition, replace(transition.state.starts, predecessor=other))
+    due_mono_s = transition.now if other.due_mono_s is None else other.due_mono_s
+    if other.looked_mono_s < due_mono_s:
+        return transition.now < due_mono_s + PREDECESSOR_SILENCE_S
+    return transition.now < other.by_mono_s
+
+
+def record_predecessor(transition: Transition, event: PredecessorFound) -> None:
+    """A look at the bucket has found that the VM that this one replaces still trains, or does not."""
+    before = transition.state.starts.predecessor
+    if before is None:
+        return
+    found = replace(
+        before,
+        generation=event.generation,
+        by_mono_s=transition.now + min(event.left_s, PREDECESSOR_SILENCE_S),
+        is_leaving=event.is_leaving,
+        newest=event.newest,
+        looked_mono_s=event.looked_mono_s,
+    )
+    _put(transition, replace(transition.state.starts, predecessor=found))
+    if (found.generation, found.is_leaving) == (before.generation, before.is_leaving):
+        return
+    facts = {"generation": found.generation, "left_s": round(event.left_s, 1)}
+    if not found.generation:
+        transition.log("info", "predecessor_ended", generation=before.generation)
+    elif found.is_leaving:
+        transition.log("info", "predecessor_leaves", **facts)
+    else:
+        transition.log("info", "predecessor_stays", **facts)
+
+
+def record_denied(transition: Transition, reason: str) -> None:
+    """The operator denies that another VM trains, or nothing can tell."""
+    before = transition.state.starts.predecessor
+    if before is not None:
+        transition.log("info", "predecessor_denied", generation=before.generation, reason=reason)
+        _put(transition, replace(transition.state.starts, predecessor=None))
 
 
 def _due(state: State) -> Start | None:
@@ -466,6 +518,7 @@ def record_claimed(transition: Transition, event: GenerationClaimed) -> None:
             _close_overtaken(transition, event.start_id)
     if event.generation >= (fenced_by or 0):
         _put(transition, replace(transition.state.starts, fenced_by=None))
+    _put(transition, replace(transition.state.starts, predecessor=None))
     commits.record_newest(transition, event)
 
 

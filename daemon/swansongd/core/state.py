@@ -57,6 +57,8 @@ class Settings:
     """Mean time between interruptions that is assumed before any was observed."""
     assumed_grace_s: float = 25.0
     """Assumed time left when a source names a time in the past."""
+    handover: bool = False
+    """The next VM starts before this one ends."""
     follow_ups: bool = True
     """After the verdict, further checkpoints follow while the VM runs and another one fits."""
     notice_kinds: tuple[NoticeKind, ...] = ()
@@ -282,6 +284,24 @@ class RankState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Predecessor:
+    """The VM that this one replaces, as the newest look at the bucket has found it."""
+
+    generation: int = 0
+    """The newest one, which that VM holds; 0 if there is no such VM, or if it has ended."""
+    by_mono_s: float = 0.0
+    """It is awaited until then."""
+    is_leaving: bool = True
+    """False if its notice was withdrawn: this VM stands by."""
+    newest: CommitRef | None = None
+    """The newest whole commit."""
+    looked_mono_s: float = -math.inf
+    """When the look began."""
+    due_mono_s: float | None = None
+    """When a claim was due first, which needs a later look."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StartState:
     """The starts of the training and their claims; written by :mod:`~swansongd.core.starts`."""
 
@@ -295,6 +315,8 @@ class StartState:
     """The generation that has taken the run over."""
     finishing: Finishing | None = None
     """The next start of a job over several VMs, while this VM still commits sets of the last one."""
+    predecessor: Predecessor | None = None
+    """None without ``run.handover``, and after the first claim."""
 
     @property
     def is_finishing(self) -> bool:

@@ -31,7 +31,7 @@ def reconcile(transition: Transition) -> None:
             transition.log("info", "precaution_done", evacuation=evacuation.id, reason=reason)
             course.end(transition)
     elif is_open and _may_improve(transition, evacuation):
-        if _awaits_peers(transition.state, evacuation):
+        if transition.state.settings.handover or _awaits_peers(transition.state, evacuation):
             _foretell(transition, evacuation, verdict, reason)
     elif is_open and (left_s := arrival.wait_s(transition.state, transition.now)) is not None:
         if evacuation.foretold is None:
@@ -162,7 +162,11 @@ def _awaits_peers(state: State, evacuation: Evacuation) -> bool:
 def _foretell(
     transition: Transition, evacuation: Evacuation, verdict: Verdict, reason: str
 ) -> None:
-    """Write a farewell for the case that the power is cut during a wait for a trainer or for other VMs."""
+    """Write a farewell before the verdict.
+
+    The power may be cut during a wait for a trainer or for other VMs, and the next VM of a handover must not
+    take the run over meanwhile.
+    """
     commit, part = transition.state.commits.last_complete, transition.state.part
     foretold = verdict, commit, None if part is None else part.ref
     if evacuation.foretold == foretold:

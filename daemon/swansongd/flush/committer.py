@@ -118,6 +118,11 @@ class Committer:
         self._is_expedited = threading.Event()
         self._thread = threading.Thread(target=self._run, name="committer", daemon=True)
 
+    @property
+    def own_starts(self) -> frozenset[str]:
+        """Ids of the starts of this VM."""
+        return self._claimant.own
+
     def start(self) -> None:
         """Read the run as soon as the store permits it, then carry out requests."""
         self._thread.start()

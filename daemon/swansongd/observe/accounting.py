@@ -331,11 +331,13 @@ class Accounting:
         if is_repeated and not self._is_due_again(evacuation.deadline_mono_s, now_mono_s):
             return None
         left_s = evacuation.deadline_mono_s - now_mono_s
+        # The next VM of a handover awaits the end of the training.
+        is_awaited = state.settings.handover and self.training.is_over
         # In the reserve no further checkpoint begins, so no manifest can wait behind this farewell.
         is_near = left_s <= min(LAST_FAREWELL_LEAD_S, state.settings.reserve_s)
         is_waiting = any(request.is_waiting for request in state.requests_made)
         is_busy = state.flush.flight is not None or bool(state.commits.stored) or is_waiting
-        if is_busy or not (is_near or HOST_SOURCE in state.notices.live):
+        if is_busy or not (is_near or is_awaited or HOST_SOURCE in state.notices.live):
             return None
         return replace(
             last,

@@ -27,6 +27,10 @@ class Phase(StrEnum):
     """No trainer is connected, and one that connects now is asked for a checkpoint."""
     WAITING_FOR_PEERS = "WAITING_FOR_PEERS"
     """This VM's part is committed, and not all other VMs have committed theirs."""
+    AWAITING_HANDOVER = "AWAITING_HANDOVER"
+    """The VM that this one replaces still trains until its deadline."""
+    STANDING_BY = "STANDING_BY"
+    """Its notice was withdrawn: it trains on, and this VM takes over when it ends."""
     FENCED = "FENCED"
     """Another VM, or a start of the job without this VM, has taken the run over."""
 
@@ -37,6 +41,9 @@ def phase_of(state: State) -> Phase | Verdict:
         return Phase.FENCED
     evacuation = state.evacuation
     if evacuation is None or evacuation.is_precaution:
+        other = state.starts.predecessor
+        if other is not None and other.generation:
+            return Phase.AWAITING_HANDOVER if other.is_leaving else Phase.STANDING_BY
         return Phase.ARMED if state.notices.in_force else Phase.IDLE
     if evacuation.verdict is Verdict.SAFE:
         return evacuation.verdict  # whatever follows

@@ -16,7 +16,7 @@ from swansong_bucket.model import (
     measures_of,
 )
 
-from swansongd.core import arrival, followup, periodic
+from swansongd.core import arrival, followup, periodic, resume
 from swansongd.core.state import State
 from swansongd.observe.facts import StepsCompared
 from swansongd.observe.margin import margins, problem_of
@@ -128,7 +128,7 @@ def _prune(figures: PruneFigures | None, now_mono_s: float) -> PruneStatus | Non
 
 
 def _last_commit(state: State, age_s: float | None) -> CommitStatus | None:
-    last = state.commits.last_complete
+    last = resume.newest_known(state, state.commits.last_complete)
     if last is None:
         return None
     return CommitStatus(

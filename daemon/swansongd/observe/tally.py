@@ -81,6 +81,9 @@ class Tally:
         if newest != before.commits.last_complete:
             is_made_now = isinstance(event, CommitDone | PartsCounted)
             self._put(committed_mono_s=now_mono_s if is_made_now else None)
+        other, was = after.starts.predecessor, before.starts.predecessor
+        if other and other.newest and other.newest != (was and was.newest):
+            self._put(committed_mono_s=now_mono_s)
         match event:
             case NewestDated(ref, age_s) if ref == newest and self.figures.committed_mono_s is None:
                 self._put(committed_mono_s=now_mono_s - age_s)

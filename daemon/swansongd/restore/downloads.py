@@ -86,6 +86,7 @@ class Downloads:
                 self._remove_others(download)
             return download
         self._context.post(DownloadStarted())
+        before = self._last
         try:
             download.result = result = self._restored(download)
         except Exception as error:
@@ -98,6 +99,8 @@ class Downloads:
         self._context.post(DownloadEnded(result.size_bytes - here_bytes, here_bytes))
         if download.is_asked:
             self._remove_others(download)
+        elif before is not None and download.base is None and not before.is_asked:
+            self._remove([before.name])  # the prefetch of an older commit
         return download
 
     def _end(self, download: Download | None) -> None:
@@ -177,6 +180,10 @@ class Downloads:
         """Delete the downloads for earlier trainers on this VM: a trainer has its answer."""
         with openat.held(_opened_restored(self._run)) as parent_fd:
             names = [name for name in os.listdir(parent_fd) if name != download.name]
+        self._remove(names)
+
+    def _remove(self, names: Sequence[str]) -> None:
+        with openat.held(_opened_restored(self._run)) as parent_fd:
             _remove(names, parent_fd)
 
     def _await_link(self, download: Download) -> None:

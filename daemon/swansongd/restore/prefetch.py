@@ -76,6 +76,7 @@ class Prefetch:
         running = self._downloads.current
         if state is PrefetchState.FETCHING and running is not None and running.is_paused:
             state, reason = PrefetchState.WAITING, "an evacuation is open"
+        reason = reason or resume.why_waiting(self._state(), self._context.monotonic())
         shown = running or self._fetched
         ref = self._newest if shown is None or shown.ref is None else shown.ref
         parts = [] if shown is None else _with_base(shown)

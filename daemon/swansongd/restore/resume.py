@@ -14,6 +14,7 @@ One thread answers all queries in order, from a bounded queue.  :mod:`swansongd.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -110,6 +111,8 @@ class Resume:
         self.restored_generation = -1
         """Generation of the newest checkpoint that was an answer; -1 without one."""
         self._reported_mono_s = context.monotonic()
+        self._waited_mono_s = -math.inf
+        """When the queries last had to wait for another VM."""
         self._cached: _CachedAnswer | None = None
         """The newest answer."""
         self._given: _CachedAnswer | None = None
@@ -208,7 +211,8 @@ class Resume:
                 for place, ticket in enumerate(self._waiting):
                     is_ready = resume.may_answer(self._state(), ticket.query)
                     is_ready = is_ready or bool(self._context.claim_refusal())
-                    if is_ready or self._monotonic() > ticket.give_up_mono_s:
+                    give_up_mono_s = max(ticket.give_up_mono_s, self._waited_mono_s + BUDGET_S)
+                    if is_ready or self._monotonic() > give_up_mono_s:
                         del self._waiting[place]
                         self._current = ticket
                         return ticket
@@ -408,6 +412,15 @@ class Resume:
             age_s=None if created_wall_s is None else _since_s(created_wall_s),
             download=download.id,
         )
+
+    def wait_for_predecessor(self, generation: int) -> None:
+        """Tell the queries in the queue that they have to wait for another VM."""
+        waits_for = f"the VM of generation {generation}, which has a notice and still trains"
+        with self._changed:
+            self._waited_mono_s = self._monotonic()
+            tickets = [*self._waiting]
+        for ticket in tickets:
+            _send(ticket, Restoring(ticket.query.query_id, 0, 0, waits_for))
 
     def _report(self, done_bytes: int, total_bytes: int) -> None:
         """Report the progress of a download to all queries in the queue."""

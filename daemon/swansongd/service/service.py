@@ -40,6 +40,7 @@ from swansongd.core.events import (
     Mark,
     NoticeRaised,
     NoticeWithdrawn,
+    PredecessorDenied,
     Prune,
     Rescan,
     SendTarget,
@@ -56,7 +57,7 @@ from swansongd.core.events import (
     WithdrawRequest,
     WokeUp,
 )
-from swansongd.core.state import Settings, StartState, State
+from swansongd.core.state import Predecessor, Settings, StartState, State
 from swansongd.core.transition import EXIT_STOPPED
 from swansongd.flush.committer import Committer
 from swansongd.host.fdstore import FdStore
@@ -78,6 +79,7 @@ from swansongd.observe.status import to_json
 from swansongd.observe.tally import Tally
 from swansongd.observe.timeline import recorded
 from swansongd.restore.context import RestoreContext
+from swansongd.restore.predecessor import PredecessorWatch
 from swansongd.restore.prefetch import Prefetch
 from swansongd.restore.redone import RedoneAnswers
 from swansongd.restore.resume import Resume
@@ -219,6 +221,9 @@ class Service:
             context, self._resume.downloads, is_enabled=config.restore.prefetch
         )
         self._resume.answered = self._prefetch.answered
+        self._predecessor = PredecessorWatch(
+            context, lambda: self._committer.own_starts, self._resume.wait_for_predecessor
+        )
         self._redone_answers = RedoneAnswers(
             context, self._redone, lambda: self._resume.restored_generation
         )
@@ -277,6 +282,8 @@ class Service:
             lambda number: self._decisions.guarded("signal", partial(self._on_signal, number)),
         )
         self._prefetch.start()  # first: a trainer may wait for every byte of it
+        if self._config.run.handover:
+            self._predecessor.start()
         self._redone_answers.start()
         if self._signal_sender is not None:
             self._signal_sender.start()
@@ -556,7 +563,7 @@ class Service:
         if isinstance(message, protocol.StatusQuery):
             if not self._hangs:  # the client must see that this daemon decides nothing
                 reply(protocol.Status(report=to_json(status_of(self._snapshot()))))
-        elif self._hangs and isinstance(message, protocol.Notify | protocol.NotifyWithdrawn):
+        elif self._hangs and isinstance(message, protocol.FROM_OPERATOR):
             reply(protocol.Refused(_HANGS))
         elif isinstance(message, protocol.Notify):
             notice = manual.notice_of(message, now_mono_s=time.monotonic())
@@ -565,6 +572,9 @@ class Service:
         elif isinstance(message, protocol.NotifyWithdrawn):
             for name in (manual.MANUAL, DRILL):
                 self._post(NoticeWithdrawn(name, message.reason or "withdrawn by the operator"))
+            reply(protocol.Noted())
+        elif isinstance(message, protocol.TakeOver):
+            self._post(PredecessorDenied("swansong takeover"))
             reply(protocol.Noted())
         elif isinstance(message, protocol.RestoreQuery):
             self._resume.ask(message, reply, self._post)
@@ -617,6 +627,7 @@ def _first_state(
         checkpoint_interval_s=config.run.checkpoint_interval_s,
         mtbf_s=config.run.mtbf_s,
         assumed_grace_s=config.deadline.assumed_grace_s,
+        handover=config.run.handover,
         follow_ups=config.trainer.follow_ups,
         notice_kinds=kinds,
         stall_steps=config.trainer.stall_steps,
@@ -624,7 +635,10 @@ def _first_state(
         vm=vm,
         booted_wall_ns=boot.booted_wall_ns(),
     )
-    return State(settings=settings, starts=StartState(known=committer.starts))
+    predecessor = Predecessor() if config.run.handover else None
+    return State(
+        settings=settings, starts=StartState(known=committer.starts, predecessor=predecessor)
+    )
 
 
 def _shared_directory() -> Path | None:

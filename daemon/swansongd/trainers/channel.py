@@ -372,7 +372,7 @@ class TrainerChannel:
             self._ask_restore(connection, message)  # also for the restore unit
         elif isinstance(message, protocol.ShardsTaken):
             self._take_shards(connection, message)
-        elif isinstance(message, (protocol.Notify, protocol.NotifyWithdrawn)):
+        elif isinstance(message, protocol.FROM_OPERATOR):
             if connection.peer.uid in (0, os.geteuid()):
                 self._answer(message, partial(self.send, (number,)))
             else:

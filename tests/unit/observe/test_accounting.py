@@ -302,6 +302,15 @@ def test_the_last_farewell_has_a_late_step(in_s: float) -> None:
     assert story.verdicts == verdicts
 
 
+@pytest.mark.parametrize("handover", [True, False])
+def test_the_next_vm_of_a_handover_learns_the_end_at_once(*, handover: bool) -> None:
+    """Without a handover the end is reported shortly before the deadline, like the last step."""
+    story = evacuated()
+    story.configure(handover=handover)
+    story.leave()
+    assert len(story.farewells) == handover
+
+
 def test_a_vm_that_outlives_its_deadline_reports_its_later_steps() -> None:
     """An assumed deadline is too early, and steps that no farewell has would count as downtime."""
     story = evacuated()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import math
 import os
 import random
 import threading
@@ -21,6 +22,7 @@ from swansong_bucket.format.manifest import Manifest
 from swansong_bucket.model import CommitRef
 from swansong_bucket.stores.base import ObjectInfo, Sink
 from swansongd.core.events import FenceFound, RunRead
+from swansongd.core.state import Predecessor
 from swansongd.restore import downloads
 from swansongd.restore.prefetch import NO_ROOM_FOR_ALL, Prefetch
 
@@ -172,6 +174,27 @@ def test_the_bytes_are_there_before_a_trainer_asks(vm: Vm) -> None:
     assert (reads, len(vm.store.given)) == (CHUNKS, CHUNKS)
     vm.shows("answered")
     assert vm.directories == [Path(answer.path).name]
+
+
+@pytest.mark.fault("OE04")
+def test_the_prefetch_follows_the_vm_that_still_trains(vm: Vm) -> None:
+    """The run may have no commit yet.  Each one replaces the one before, and is not read again."""
+    starts = replace(vm.state.starts, predecessor=Predecessor(by_mono_s=math.inf, generation=1))
+    vm.story.state = replace(vm.state, starts=starts)
+    vm.story.tell(RunRead(None))
+    vm.prefetch.start()
+    vm.shows("waiting", "generation 1 still trains")
+    for step in (100, 110, 120):
+        vm.commit(step)
+        other = Predecessor(by_mono_s=math.inf, generation=1, newest=CommitRef(1, step))
+        vm.story.state = replace(vm.state, starts=replace(vm.state.starts, predecessor=other))
+        until(lambda step=step: vm.prefetch.status().step == step, what="the next commit")  # type: ignore[misc]
+        vm.shows("ready", "generation 1 still trains")
+        until(lambda: len(vm.directories) == 1, what="one directory")
+    vm.story.state = replace(vm.state, starts=replace(vm.state.starts, predecessor=None))
+    reads = len(vm.store.given)
+    answer = vm.ask().answer()
+    assert (answer.step, len(vm.store.given)) == (120, reads)
 
 
 def test_a_trainer_joins_the_prefetch_in_progress(vm: Vm) -> None:

@@ -65,6 +65,7 @@ class RestoreClient:
         self._query: RestoreQuery | None = None
         self._answer: Restored | None = None
         self._bytes_done = -1
+        self._waits_for = ""
         self._progress_mono_s = self._reported_mono_s = 0.0
         self._arrived: deque[tuple[ShardVerified, int]] = deque()
 
@@ -184,7 +185,7 @@ class RestoreClient:
                 return
             elif isinstance(message, Restored):
                 self._answer = message
-            elif message.bytes_done != self._bytes_done:
+            elif message.waits_for or message.bytes_done != self._bytes_done:
                 self._bytes_done = message.bytes_done
                 self._progress_mono_s = time.monotonic()
                 self._report(message)
@@ -201,7 +202,11 @@ class RestoreClient:
                 os.close(fd)
 
     def _report(self, message: Restoring) -> None:
-        if self._progress_mono_s - self._reported_mono_s >= REPORT_EVERY_S:
+        if message.waits_for:
+            if message.waits_for != self._waits_for:  # once: it may last for hours
+                self._waits_for = message.waits_for
+                log.warning("restore waits for %s", message.waits_for)
+        elif self._progress_mono_s - self._reported_mono_s >= REPORT_EVERY_S:
             self._reported_mono_s = self._progress_mono_s
             log.info(
                 "restoring: the daemon has fetched %.1f of %.1f GB",
