@@ -75,10 +75,11 @@ container:  ## build the image localhost/swansong of the daemon (podman or docke
 STORE  ?= auto
 CLOUD  ?= aws
 SIGNAL ?= none
+HANDOVER ?=
 MIRROR ?=
 
-demo: $(STAMP)  ## show a preemption live: notice, save, flush, commit, power off, resume (STORE=auto|s3|gcs|file CLOUD=aws|gcp|azure SIGNAL=none|usr1, or MIRROR=1: lose a region)
-	@$(BIN)/python -m demo --store $(STORE) --cloud $(CLOUD) --signal $(SIGNAL) $(if $(MIRROR),--mirror)
+demo: $(STAMP)  ## show a preemption live: notice, save, flush, commit, power off, resume (STORE=auto|s3|gcs|file CLOUD=aws|gcp|azure SIGNAL=none|usr1; HANDOVER=1: start the next VM at the verdict; or MIRROR=1: lose a region)
+	@$(BIN)/python -m demo --store $(STORE) --cloud $(CLOUD) --signal $(SIGNAL) $(if $(HANDOVER),--handover) $(if $(MIRROR),--mirror)
 
 WORKERS ?= 6
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo: a spot VM is lost, and another one resumes; ``make demo`` runs it.
 
-``python -m demo --store auto|s3|gcs|file --cloud aws|gcp|azure --signal none|usr1``, or
-``python -m demo --mirror``, which loses a region.
+``python -m demo --store auto|s3|gcs|file --cloud aws|gcp|azure --signal none|usr1``.  With ``--handover``
+the other VM starts before the first one is lost; ``--mirror`` loses a region.
 
 The exit code is 0 if all promises were kept, 1 if not, and 130 after Ctrl-C.
 """
@@ -38,17 +38,30 @@ def main() -> int:
         action="store_true",
         help="lose the region of AWS, and resume on GCP from the mirror",
     )
+    parser.add_argument(
+        "--handover", action="store_true", help="start the second VM while the first one trains"
+    )
     options = parser.parse_args()
-    if options.mirror and (options.store, options.cloud, options.signal) != ("auto", "aws", "none"):
+    by_signal = options.signal == "usr1"
+    others = (options.store, options.cloud, options.signal, options.handover)
+    if options.mirror and others != ("auto", "aws", "none", False):
         parser.error("--mirror goes from S3 on AWS to GCS on GCP: remove the other options")
+    if options.handover and (by_signal or not CLOUDS[options.cloud].states_deadline):
+        parser.error("--handover needs hooks and a notice with its deadline: use aws or azure")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    by_signal = options.signal == "usr1"
     with Screen() as screen:
         try:
             if options.mirror:
                 return int(not lose_region(screen))
-            return int(not play(screen, options.cloud, options.store, by_signal=by_signal))
+            kept = play(
+                screen,
+                options.cloud,
+                options.store,
+                by_signal=by_signal,
+                handover=options.handover,
+            )
+            return int(not kept)
         except Broken as broken:
             screen.fault(str(broken), broken.lines)
             return 1

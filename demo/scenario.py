@@ -35,6 +35,10 @@ ASSUMED_GRACE_S = 25.0
 """The daemon assumes this grace where the notice states no deadline."""
 PAD_MB = 32
 """Padding that makes a flush long enough to watch."""
+HANDOVER_AFTER_S = 2.0
+"""Time from the verdict to the start of vm-2, if it starts while vm-1 trains."""
+HANDOVER_S_MAX = 3.0
+"""Time without training at a handover: the claim, the load and the first step."""
 
 
 class Broken(Exception):
@@ -117,7 +121,7 @@ PARTS = {
     "cloud": "no VM",
     "boot": "boot",
     "start": "trainer start",
-    "fetch": "fetch",
+    "fetch": "claim and fetch",
     "load": "load",
     "warm_up": "first step",
 }
@@ -145,6 +149,10 @@ class Watch:
         self.commits: list[int] = []
         self.mirrored: list[int] = []
         """Steps of the commits that the mirror has."""
+        self.fetched: list[tuple[float, int]] = []
+        """Steps of the commits that were fetched before a trainer asked, with the times."""
+        self.successor: Watch | None = None
+        """The VM that waits for this one, which is watched as well."""
         self._screen = screen
         self._emulators = emulators
         self._told = 0
@@ -169,7 +177,7 @@ class Watch:
         """
         give_up = time.monotonic() + timeout_s
         while True:
-            self._look()
+            self.look()
             value = found()
             if value:
                 return value
@@ -184,7 +192,12 @@ class Watch:
         self.until(lambda: process.popen.poll() == 0, f"the end of {who}")
         process.lines.drained()
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Show what is new.
+
+        Raises:
+            Broken: a process died.
+        """
         for who, process in self.alive.items():
             code = process.popen.poll()
             if code is not None and (code != 0 or process is self.daemon):
@@ -204,6 +217,8 @@ class Watch:
             left = self.power_off_at and max(0.0, self.power_off_at - time.time())
             countdown = "" if left is None else f"; power off in {left:.0f} s"
             self._screen.live(self.name, f"training, step {self.steps[-1]}{countdown}")
+        if self.successor is not None:
+            self.successor.look()
 
     def _tell(self, line: dict[str, Any], at: float) -> None:
         is_over = bool(self.timeline) and self.timeline[-1][1]["event"] == "verdict"
@@ -219,6 +234,9 @@ class Watch:
             case "mirrored":
                 self.mirrored.append(line["step"])
                 self._screen.say(self.name, f"step {line['step']} is in the mirror", at=at)
+            case "prefetched":
+                self.fetched.append((at, line["step"]))
+                self._screen.say(self.name, f"step {line['step']} fetched", at=at)
             case "evacuation" if is_over:
                 phase = line["phase"]
                 if phase in ("follow_up", "follow_up_failed"):
@@ -260,13 +278,21 @@ class Stage:
     """Store, emulators, VMs and reference run; ``stack`` ends them and deletes their directory."""
 
     def __init__(
-        self, stack: ExitStack, screen: Screen, cloud_name: str, store: str, *, by_signal: bool
+        self,
+        stack: ExitStack,
+        screen: Screen,
+        cloud_name: str,
+        store: str,
+        *,
+        by_signal: bool = False,
+        handover: bool = False,
     ) -> None:
         self._stack = stack
         self._screen = screen
         self._cloud_name = cloud_name
         self._cloud = CLOUDS[cloud_name]
         self._by_signal = by_signal
+        self._handover = handover
         self._emulators: dict[int, str] = {}
         self._processes: dict[str, EmulatorProcess] = {}
         """The emulators by URL."""
@@ -291,8 +317,8 @@ class Stage:
         self._train(watch, "--step-delay-s", str(STEP_DELAY_S))
         return watch
 
-    def take_back(self, watch: Watch) -> tuple[float, float]:
-        """Send the notice, then power the VM off; returns the times of both."""
+    def notify(self, watch: Watch) -> tuple[float, float]:
+        """Send the notice, and wait for the verdict; returns the times of the notice and of the power cut."""
         url = self.metadata_url
         noticed_at = time.time()
         order, body = self._cloud.notice
@@ -305,19 +331,39 @@ class Stage:
         self._screen.say("cloud", f"notice set: {self._cloud.honest}", at=noticed_at, style="bold")
         watch.until(lambda: watch.daemon.lines.all(event="verdict"), "a verdict")
         self._screen.say(watch.name, "training continues until the power is off")
+        return noticed_at, power_off_at
+
+    def cut_power(self, watch: Watch, power_off_at: float) -> None:
+        """Power the VM off at this time."""
         watch.until(lambda: time.time() >= power_off_at, "the power cut")
         watch.vm.power_off()
         watch.alive["the trainer"].lines.drained()
         text = f"power off at step {watch.steps[-1]}: every process killed, the disk deleted"
         self._screen.say("cloud", text, style="bold red")
-        return noticed_at, power_off_at
 
-    def second_vm(self) -> tuple[Watch, int]:
-        """Start vm-2, train from the newest commit to the end; returns the step of that commit too."""
-        watch = self._start_vm("vm-2", cloud_name=self._cloud.resumes_on)
-        return watch, self._resume(watch)
+    def second_vm(self) -> Watch:
+        """Start vm-2, without its trainer."""
+        return self._start_vm("vm-2", cloud_name=self._cloud.resumes_on)
 
-    def _resume(self, watch: Watch) -> int:
+    def hand_over(self, watch: Watch) -> Watch:
+        """Start vm-2 and its trainer while this VM trains; returns once they wait for its end."""
+        starts_at = time.time() + HANDOVER_AFTER_S
+        watch.until(lambda: time.time() >= starts_at, "the start of vm-2")
+        self._screen.chapter("A second VM starts while the first one trains, and waits")
+        watch.successor = successor = self.second_vm()
+        self._train(successor)
+
+        def waits() -> dict[str, Any]:
+            status = successor.vm.status()
+            is_waiting = status["trainers"] and status["state"] == "AWAITING_HANDOVER"
+            return status if is_waiting else {}
+
+        status = watch.until(waits, "AWAITING_HANDOVER")
+        text = f"status {status['state']}: {status['prefetch']['reason']}"
+        self._screen.say(successor.name, text, style="yellow")
+        return successor
+
+    def resume(self, watch: Watch) -> int:
         """Train from the newest commit to the end; returns the step of that commit."""
         if self._by_signal:
             to = str(watch.vm.disk / "restored")
@@ -328,9 +374,11 @@ class Stage:
             self._train(watch, "--resume", to)
             how = f"swansong restore: {megabytes(found)} in {found['seconds']:.1f} s"
         else:
-            self._train(watch)
+            if "the trainer" not in watch.alive:
+                self._train(watch)
             found = watch.until(lambda: watch.daemon.lines.all(event="resume"), "a restore")[0]
             how = "guard.restore()"
+        watch.look()
         text = f"restored step {found['step']} of generation {found['generation']} ({how})"
         self._screen.say(watch.name, text, style="bold green")
         watch.until_ended("the trainer")
@@ -393,6 +441,7 @@ class Stage:
             "flush": {"chunk_bytes": "4MiB"},
             "deadline": {"assumed_grace_s": ASSUMED_GRACE_S},
             "mirror": {**(mirror or {})},
+            "run": {"handover": self._handover},
         }
         if self._by_signal:
             settings["trainer"] = {"signal": "SIGUSR1", "pid_file": str(disk / "trainer.pid")}
@@ -421,27 +470,38 @@ class Stage:
         )
 
 
-def play(screen: Screen, cloud: str, store: str, *, by_signal: bool) -> bool:
+def play(
+    screen: Screen, cloud: str, store: str, *, by_signal: bool = False, handover: bool = False
+) -> bool:
     """Run the demo; returns whether all promises were kept.
+
+    Args:
+        handover: vm-2 starts while vm-1 still trains.
 
     Raises:
         Broken: the demo could not run to its end.
     """
     with ExitStack() as stack:
-        stage = Stage(stack, screen, cloud, store, by_signal=by_signal)
+        stage = Stage(stack, screen, cloud, store, by_signal=by_signal, handover=handover)
         screen.chapter("The first VM trains; checkpoints are replicated in the background")
         first = stage.first_vm()
         first.until(lambda: len(first.commits) >= 2, "two commits")
         screen.chapter("The cloud terminates the VM")
-        noticed_at, power_off_at = stage.take_back(first)
-        screen.chapter("A second VM resumes")
-        second, restored = stage.second_vm()
+        noticed_at, power_off_at = stage.notify(first)
+        waiting = stage.hand_over(first) if handover else None
+        stage.cut_power(first, power_off_at)
+        screen.chapter(f"{'The' if waiting else 'A'} second VM resumes")
+        second = waiting or stage.second_vm()
+        restored = stage.resume(second)
         loss = stage.loss(second)
 
     screen.quiet()
     screen.chapter("The evacuation, in seconds since the notice")
     moments = [(at, describe(line)) for at, line in first.timeline]
     moments += [(at, describe(line)) for at, line in first.follow_ups]
+    if waiting:
+        ready = ((at, f"step {step} fetched by vm-2") for at, step in waiting.fetched)
+        moments = sorted(each for each in (*moments, *ready) if each[0] < power_off_at)
     moments = [(noticed_at, "notice set"), *moments, (power_off_at, "power off")]
     screen.table((f"{at - noticed_at:.2f}", what) for at, what in moments)
     when = {line.get("phase", line["event"]): at for at, line in first.timeline}
@@ -461,6 +521,12 @@ def play(screen: Screen, cloud: str, store: str, *, by_signal: bool) -> bool:
         by_signal  # without hooks there are no follow-up checkpoints
         or screen.check(
             f"vm-2 repeats {redone} steps, at most {redone_max}", kept=0 <= redone <= redone_max
+        ),
+        not (waiting and loss)
+        or screen.check(
+            f"vm-2 trains {loss['down_s']:.1f} s after the last step of vm-1,"
+            f" at most {HANDOVER_S_MAX:g} s",
+            kept=loss["down_s"] <= HANDOVER_S_MAX,
         ),
         screen.check("the weights are those of the uninterrupted run", kept=ours == theirs),
     )
