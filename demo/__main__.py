@@ -46,8 +46,8 @@ def main() -> int:
     others = (options.store, options.cloud, options.signal, options.handover)
     if options.mirror and others != ("auto", "aws", "none", False):
         parser.error("--mirror goes from S3 on AWS to GCS on GCP: remove the other options")
-    if options.handover and (by_signal or not CLOUDS[options.cloud].states_deadline):
-        parser.error("--handover needs hooks and a notice with its deadline: use aws or azure")
+    if options.handover and by_signal:
+        parser.error("--handover needs hooks: a trainer without them does not wait")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     with Screen() as screen:

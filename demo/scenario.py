@@ -37,7 +37,7 @@ PAD_MB = 32
 """Padding that makes a flush long enough to watch."""
 HANDOVER_AFTER_S = 2.0
 """Time from the verdict to the start of vm-2, if it starts while vm-1 trains."""
-HANDOVER_S_MAX = 3.0
+HANDOVER_S_MAX = 5.0
 """Time without training at a handover: the claim, the load and the first step."""
 
 

@@ -77,6 +77,8 @@ class EvacuationRecord:
     opened_wall_s: float
     deadline_s: float | None = None
     """None once the evacuation has ended."""
+    is_assumed: bool = False
+    """No notice has stated the deadline: the VM may train on after it."""
     node: int = 0
     notices: tuple[NoticeRecord, ...] = ()
     """The most severe first."""

@@ -92,6 +92,8 @@ def encode(farewell: Farewell) -> bytes:
         "samples": list(evacuation.samples),
         "written": farewell.written,
     }
+    if evacuation.is_assumed:
+        body["assumed"] = True
     if part is not None:
         body["part"] = part.facts()
     if evacuation.left_out:
@@ -163,6 +165,8 @@ class RecordedEvacuation:
     """Time, and the bytes that flushes have sent by then; both ascend."""
     training: LastReport | None
     written_wall_s: float
+    is_assumed: bool = False
+    """No notice has stated the deadline."""
     digests: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     @property
@@ -282,5 +286,6 @@ _RECORDED = Form(
     samples=Kind(_samples),
     training=optional(_TRAINING.kind),
     written=Named("written_wall_s", INSTANT),
+    assumed=Named("is_assumed", or_else(FLAG, False)),
     digests=or_else(Kind(_digests), {}),
 )

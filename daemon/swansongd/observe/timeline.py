@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from swansong_bucket.loss_records import EvacuationRecord, NoticeRecord
-from swansong_bucket.model import Notice
+from swansong_bucket.model import DeadlineQuality, Notice
 
 from swansongd.core.events import Mark
 from swansongd.core.state import State
@@ -58,10 +58,12 @@ def recorded(
     if evacuation is not None and evacuation.id == timeline.evacuation_id:
         deadline_s = round(evacuation.deadline_mono_s - timeline.opened_mono_s, 3)
         answered = evacuation.identities
-    notices = (notice for notice in state.notices.live.values() if notice.identity in answered)
+    notices = [notice for notice in state.notices.live.values() if notice.identity in answered]
     return EvacuationRecord(
         opened_wall_s=timeline.opened_mono_s + offset_s,
         deadline_s=deadline_s,
+        is_assumed=bool(notices)
+        and all(each.deadline_quality is DeadlineQuality.ASSUMED for each in notices),
         node=node,
         notices=tuple(
             NoticeRecord(notice.source, notice.kind)

@@ -32,7 +32,7 @@ _QUIET_INTERVAL_S = 5.0
 """The same while no other VM is awaited, and no trainer has asked."""
 _TURN_S = 0.05
 _OUTLIVES_S = 3.0
-"""After its deadline, which may be assumed, a VM that trains on writes a farewell each second."""
+"""After a deadline that was only assumed, a VM that trains on writes a farewell each second."""
 _FAREWELLS_MAX = 5
 """Number of newest farewells that are read at each look: the keys of one second have no order."""
 
@@ -126,8 +126,9 @@ class PredecessorWatch:
         left_s = self._changed_mono_s + PREDECESSOR_SILENCE_S - looked_mono_s
         is_leaving = last.deadline_s is not None
         if last.deadline_s is not None:
-            deadline_wall_s = last.opened_wall_s + last.deadline_s
-            ends_wall_s = max(deadline_wall_s, last.written_wall_s + _OUTLIVES_S)
+            ends_wall_s = last.opened_wall_s + last.deadline_s
+            if last.is_assumed:
+                ends_wall_s = max(ends_wall_s, last.written_wall_s + _OUTLIVES_S)
             left_s = min(left_s, ends_wall_s - self._wall())
         if left_s <= 0:
             return PredecessorFound(looked_mono_s)

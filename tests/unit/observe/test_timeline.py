@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import pytest
+from swansong_bucket.model import DeadlineQuality
 from swansongd.core.events import Mark
-from swansongd.observe.timeline import ENTRIES_MAX, Timeline
+from swansongd.observe.timeline import ENTRIES_MAX, Timeline, recorded
+
+from testkit.story import joined
 
 
 def test_an_entry_has_its_instant_and_its_facts() -> None:
@@ -37,3 +41,16 @@ def test_a_timeline_is_bounded_and_has_both_ends() -> None:
     assert len(timeline.entries) == ENTRIES_MAX
     assert (timeline.entries[0]["rank"], timeline.entries[-1]["rank"]) == (0, 1999)
     assert timeline.left_out == 2000 - ENTRIES_MAX
+
+
+@pytest.mark.parametrize("quality", DeadlineQuality)
+def test_the_record_says_whether_the_deadline_was_assumed(quality: DeadlineQuality) -> None:
+    """Only while the evacuation is open: a withdrawn notice leaves no deadline."""
+    story = joined()
+    story.notice(quality=quality)
+    timeline = Timeline(story.evacuation.id, story.now)
+    made = recorded(timeline, story.state, (), node=0, offset_s=0.0)
+    assert made.is_assumed == (quality is DeadlineQuality.ASSUMED)
+    story.withdraw()
+    after = recorded(timeline, story.state, (), node=0, offset_s=0.0)
+    assert (after.is_assumed, after.deadline_s) == (False, None)

@@ -148,7 +148,10 @@ def test_the_fields_of_a_farewell() -> None:
         generation=7,
         conclusion=conclusion,
         evacuation=EvacuationRecord(
-            opened_wall_s=2.0, notices=(NoticeRecord("aws.spot", "reclaim"),), left_out=1
+            opened_wall_s=2.0,
+            is_assumed=True,
+            notices=(NoticeRecord("aws.spot", "reclaim"),),
+            left_out=1,
         ),
         training=training,
         digests={0: ("1 loss=1",)},

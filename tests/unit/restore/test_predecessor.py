@@ -75,7 +75,7 @@ class Vm(RestoreRig[MemoryStore]):
 
     def says(self, stamp: str = "1", generation: int = 1, **facts: Any) -> None:
         """The VM of a generation wrote a farewell."""
-        record = {"opened_wall_s": NOW_S - 20.0, "deadline_s": 120.0}
+        record = {"opened_wall_s": NOW_S - 20.0, "deadline_s": 120.0, "is_assumed": False}
         record |= {name: facts.pop(name) for name in tuple(facts) if name in record}
         notice = NoticeRecord(facts.pop("source", "aws.spot"), "terminate")
         evacuation = facts.pop("evacuation_id", "e")
@@ -117,7 +117,7 @@ def test_a_vm_with_a_notice_trains_until_its_deadline(vm: Vm) -> None:
     [
         lambda vm: None,
         lambda vm: vm.claim(),
-        lambda vm: (vm.claim(), vm.says(opened_wall_s=NOW_S - 121.0, written_wall_s=NOW_S - 4.0)),
+        lambda vm: (vm.claim(), vm.says(opened_wall_s=NOW_S - 121.0)),
         lambda vm: (vm.claim(), vm.says(training=replace(TRAINS, is_over=True))),
         lambda vm: (vm.claim(), vm.says(source="drill")),
         lambda vm: (vm.claim(), vm.says(evacuation_id="drill-1", source="peer")),
@@ -158,10 +158,10 @@ def test_a_withdrawn_notice_leaves_no_deadline(vm: Vm) -> None:
     assert vm.look() == PredecessorFound(vm.now_mono_s)
 
 
-def test_a_vm_that_outlives_its_deadline_is_awaited_while_it_reports_steps(vm: Vm) -> None:
-    """The deadline may be assumed, as on GCP: a claim would fence a VM that trains for some more seconds."""
+def test_a_vm_that_outlives_an_assumed_deadline_is_awaited_while_it_reports_steps(vm: Vm) -> None:
+    """As on GCP: a claim would fence a VM that trains for some more seconds."""
     vm.claim()
-    vm.says(opened_wall_s=NOW_S - 121.0, written_wall_s=NOW_S - 1.0)
+    vm.says(opened_wall_s=NOW_S - 121.0, written_wall_s=NOW_S - 1.0, is_assumed=True)
     assert vm.look().left_s == 2.0
 
 
