@@ -505,6 +505,11 @@ def _impossible(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
             f"trainer.signal: needs exactly one process to signal (got {got}); "
             "set either trainer.pid_file or trainer.unit"
         )
+    if values["run"].get("handover") and trainer.get("signal", "none") != "none":
+        remedy = "remove the key, or trainer.signal"
+        problems.append(
+            _problem("run.handover", "needs a trainer with hooks, which waits", "true", remedy)
+        )
     reserve_s = deadline.get("reserve_s", 0.0)
     problems += [
         _problem(

@@ -402,6 +402,17 @@ def test_the_mirror_is_another_store(store: str, mirror: str) -> None:
     assert problem.startswith("mirror.url: is the store itself")
 
 
+def test_a_handover_needs_the_hooks() -> None:
+    """A trainer without them would resume at once, from a checkpoint that is not the last one."""
+    signalled = {"trainer__signal": "SIGUSR1", "trainer__pid_file": "/run/train.pid"}
+    assert parsed(run__handover=True).run.handover
+    (problem,) = problems_of(with_values(run__handover=True, **signalled))
+    assert problem == (
+        "run.handover: needs a trainer with hooks, which waits (got 'true'); "
+        "remove the key, or trainer.signal"
+    )
+
+
 def test_a_mirror_has_the_options_of_a_store() -> None:
     """Without mirror.url there is no mirror; with it, another region, profile and rate apply."""
     assert open_mirror(parsed().mirror) is None
