@@ -35,7 +35,6 @@ RESTORE_TIMEOUT_S = 120.0
 """Longer than the daemon waits for the store before it reports progress or an error."""
 _RETRY_S = 0.05
 _POLL_S = 0.1
-"""Process, user and group."""
 _NOT_ALLOWED = "Run the command as root, or as one of trainer.users"
 
 Reply = TypeVar("Reply", bound=Message)

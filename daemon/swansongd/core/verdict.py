@@ -31,7 +31,7 @@ def reconcile(transition: Transition) -> None:
             transition.log("info", "precaution_done", evacuation=evacuation.id, reason=reason)
             course.end(transition)
     elif is_open and _may_improve(transition, evacuation):
-        if transition.state.settings.handover or _awaits_peers(transition.state, evacuation):
+        if _is_told_ahead(transition.state) or _awaits_peers(transition.state, evacuation):
             _foretell(transition, evacuation, verdict, reason)
     elif is_open and (left_s := arrival.wait_s(transition.state, transition.now)) is not None:
         if evacuation.foretold is None:
@@ -157,6 +157,11 @@ def _awaits_peers(state: State, evacuation: Evacuation) -> bool:
     """Whether this VM has committed its part, and other VMs have not."""
     is_committed = all(state.is_covered(answer) for answer in state.answers)
     return state.part is not None and is_committed and evacuation.verdict is None
+
+
+def _is_told_ahead(state: State) -> bool:
+    """Whether the next VM of a handover may read of the notice, in the generation of this one."""
+    return state.settings.handover and state.newest_generation is not None
 
 
 def _foretell(

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection
 import structlog
 from swansong_bucket.errors import StoreError
 from swansong_bucket.format.farewell import RecordedEvacuation
-from swansong_bucket.model import DRILL, CommitRef, is_drill
+from swansong_bucket.model import DRILL, is_drill
 from swansong_bucket.runs import catalog, commit
 
 from swansongd.core.events import PredecessorDenied, PredecessorFound
@@ -62,7 +62,7 @@ class PredecessorWatch:
         self._waits = waits
         self._wall = wall
         self._generation = 0
-        self._newest: CommitRef | None = None
+        self._newest_generation = 0
         self._last: object = None
         """The newest records that were seen."""
         self._changed_mono_s = context.monotonic()
@@ -118,12 +118,13 @@ class PredecessorWatch:
         last = max(real, key=_place, default=None)
         if last is None or (last.training is not None and last.training.is_over):
             return PredecessorFound(looked_mono_s)
-        near = 0 if self._newest is None else self._newest.generation
-        self._newest = commit.newest_whole_commit(store, keys, near=near)
-        records = self._generation, last, self._newest
-        if records != self._last:
-            self._last, self._changed_mono_s = records, looked_mono_s
-        left_s = self._changed_mono_s + PREDECESSOR_SILENCE_S - looked_mono_s
+        newest = commit.newest_whole(store, keys, near=self._newest_generation)
+        if newest is not None:
+            self._newest_generation = newest.ref.generation
+        if (last, newest) != self._last:
+            self._last, self._changed_mono_s = (last, newest), looked_mono_s
+        silent_s = max(self._age_s(last, newest), looked_mono_s - self._changed_mono_s)
+        left_s = PREDECESSOR_SILENCE_S - silent_s
         is_leaving = last.deadline_s is not None
         if last.deadline_s is not None:
             ends_wall_s = last.opened_wall_s + last.deadline_s
@@ -132,7 +133,13 @@ class PredecessorWatch:
             left_s = min(left_s, ends_wall_s - self._wall())
         if left_s <= 0:
             return PredecessorFound(looked_mono_s)
-        return PredecessorFound(looked_mono_s, self._generation, left_s, is_leaving, self._newest)
+        ref = None if newest is None else newest.ref
+        return PredecessorFound(looked_mono_s, self._generation, left_s, is_leaving, ref)
+
+    def _age_s(self, last: RecordedEvacuation, newest: catalog.Commit | None) -> float:
+        """The age of the newest of these records; 0 if the store returns no ages."""
+        age_s = self._wall() - last.written_wall_s
+        return age_s if newest is None else min(age_s, newest.age_s or 0.0)
 
 
 def _place(recorded: RecordedEvacuation) -> tuple[float, ...]:

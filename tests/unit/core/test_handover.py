@@ -148,6 +148,18 @@ def test_the_farewell_of_an_open_evacuation_comes_before_its_verdict(*, handover
     assert len(farewells(story)) == handover
 
 
+def test_a_start_that_claims_during_the_notice_tells_it_afterwards() -> None:
+    """A farewell belongs to a generation."""
+    story = Story(handover=True)
+    story.grants = False
+    story.join(start_id="a")
+    story.starts(0)
+    story.notice()
+    assert not farewells(story)
+    story.grant("a")
+    assert len(farewells(story)) == 1
+
+
 @pytest.mark.parametrize("handover", [True, False])
 def test_a_withdrawn_notice_is_told(*, handover: bool) -> None:
     """After the evacuation: its record then has no deadline."""

@@ -158,6 +158,14 @@ def test_a_withdrawn_notice_leaves_no_deadline(vm: Vm) -> None:
     assert vm.look() == PredecessorFound(vm.now_mono_s)
 
 
+@pytest.mark.parametrize(("age_s", "left_s"), [(600.0, 300.0), (1000.0, 0.0), (-1e6, 900.0)])
+def test_a_vm_that_died_long_ago_is_not_awaited(vm: Vm, age_s: float, left_s: float) -> None:
+    """The silence began before the first look.  A record of the future counts from that look."""
+    vm.claim()
+    vm.says(deadline_s=None, written_wall_s=NOW_S - age_s)
+    assert vm.look().left_s == left_s
+
+
 def test_a_vm_that_outlives_an_assumed_deadline_is_awaited_while_it_reports_steps(vm: Vm) -> None:
     """As on GCP: a claim would fence a VM that trains for some more seconds."""
     vm.claim()
