@@ -68,6 +68,8 @@ class Conclusion:
     """Forecast of the newest request: time from the request to its commit; None without a forecast."""
     took_s: float | None = None
     """That time as it was; None while its checkpoint is not committed."""
+    is_foretold: bool = False
+    """No verdict was announced so far: this one holds if the power is cut now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,8 @@ class EvacuationRecord:
     """None once the evacuation has ended."""
     is_assumed: bool = False
     """No notice has stated the deadline: the VM may train on after it."""
+    is_ended: bool = False
+    """The training on this VM is over, and everything that it has sealed is committed."""
     node: int = 0
     notices: tuple[NoticeRecord, ...] = ()
     """The most severe first."""

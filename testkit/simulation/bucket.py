@@ -252,9 +252,9 @@ class SimClaimant(Claimant):
         record: of the earlier life of the daemon; None without one.
     """
 
-    def __init__(self, store: ObjectStore, record: ClaimRecord | None) -> None:
+    def __init__(self, store: ObjectStore, record: ClaimRecord | None, vm: str) -> None:
         nowhere = Path("/nonexistent")
-        super().__init__(store, KEYS, nowhere, boot_id="boot", vm="vm", wall=lambda: "2030-01-01")
+        super().__init__(store, KEYS, nowhere, boot_id="boot", vm=vm, wall=lambda: "2030-01-01")
         self._record = record or self._record
 
     @property
@@ -278,6 +278,7 @@ class Committer:
         record: see :class:`SimClaimant`.
         post: takes the events.
         after: calls a function after a random time, up to a number of seconds, if the daemon still lives.
+        vm: id of the VM.
     """
 
     def __init__(
@@ -286,9 +287,10 @@ class Committer:
         record: ClaimRecord | None,
         post: Callable[[Event], None],
         after: Callable[[float, Callable[[], None]], None],
+        vm: str = "vm",
     ) -> None:
         self._store = store
-        self.claimant = SimClaimant(store, record)
+        self.claimant = SimClaimant(store, record, vm)
         self._post = post
         self._after = after
         self._wanted = ""

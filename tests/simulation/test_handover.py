@@ -47,7 +47,7 @@ WALL_S = 1.8e9
 SEEDS = 100
 EVENTS = {
     "train": 8, "save": 4, "notice": 2, "withdraw": 1, "leave": 0.5, "stop": 0.5, "continue": 1,
-    "power cut": 0.3, "network": 0.3, "boot": 1, "ask": 2, "takeover": 0.1,
+    "restart": 0.7, "power cut": 0.3, "network": 0.3, "boot": 1, "ask": 2, "takeover": 0.1,
 }  # fmt: skip
 """Events, by how often they happen."""
 REACHED = (Phase.AWAITING_HANDOVER, Phase.STANDING_BY, Phase.FENCED)
@@ -70,8 +70,13 @@ class Vm(Story):
         self.timeline = Timeline("", 0.0)
         self.accounting = Accounting(lambda _resume: None, self._say)
         self.committer = Committer(
-            world.store, None, self.tell, lambda _within_s, happens: happens()
+            world.store, None, self.tell, lambda _within_s, happens: happens(), vm=start_id
         )
+        self.starts_made = 1
+
+    @property
+    def connection(self) -> int:
+        return self.state.connected[0].connection
 
     @property
     def runs(self) -> bool:
@@ -84,7 +89,7 @@ class Vm(Story):
     def train(self) -> None:
         if self.state.connected and self.state.generation is not None:
             self.step += 1
-            self.progress(self.step)
+            self.progress(self.step, self.connection)
 
     def save(self) -> None:
         """Seal a set for the request, or without one, and send it."""
@@ -92,12 +97,23 @@ class Vm(Story):
             return
         request = next((r for r in self.state.requests_made if r.is_waiting), None)
         if request is not None:
-            self.accept(self.step)
-            self.answer(self.step, f"n{len(self.staging)}")
+            self.accept(self.step, self.connection)
+            self.answer(self.step, f"n{len(self.staging)}", self.connection)
         elif self.step > max((staged.id.step for staged in self.staging), default=-1):
             self.seal(self.step, f"n{len(self.staging)}", start_id=self.start_id)
         while self.state.flush.flight is not None and not self.is_over:
             self.flushed()
+
+    def restart(self) -> None:
+        """The trainer starts again, in a generation of its own."""
+        for trainer in self.state.connected:
+            self.leave(trainer.connection)
+        self.starts_made += 1
+        self.start_id = f"{self.start_id[:3]}-{self.starts_made}"
+        self.join(self.starts_made, pid=100 * self.starts_made, start_id=self.start_id)
+        if not self.is_over:
+            self.starts(0, self.starts_made, start_id=self.start_id)
+            self.step = 0
 
     def observe(self, observation: Observation) -> None:
         super().observe(observation)
@@ -131,14 +147,22 @@ class Vm(Story):
         generation, now_wall_s = self.state.newest_generation, WALL_S + now_mono_s
         if generation is None or not self.has_network:
             return
+        training = last_report(
+            self.accounting.training, self.state, now_mono_s=now_mono_s, now_wall_s=now_wall_s
+        )
         made = Farewell(
             run="r",
             generation=generation,
             conclusion=conclusion,
-            evacuation=recorded(self.timeline, self.state, (), node=0, offset_s=WALL_S),
-            training=last_report(
-                self.accounting.training, self.state, now_mono_s=now_mono_s, now_wall_s=now_wall_s
+            evacuation=recorded(
+                self.timeline,
+                self.state,
+                (),
+                node=0,
+                offset_s=WALL_S,
+                is_over=training is not None and training.is_over,
             ),
+            training=training,
             written=wall.text(math.floor(now_wall_s)),
         )
         self.told.append(made)
@@ -188,7 +212,7 @@ class World:
             case "takeover" if new is not None:
                 self.is_released = True
                 new.tell(PredecessorDenied("swansong takeover"))
-            case "notice" | "withdraw" | "train" | "save" | "leave" if old.runs:
+            case "notice" | "withdraw" | "train" | "save" | "leave" | "restart" if old.runs:
                 getattr(old, what)()
         if old.runs:
             old.wait(0)
@@ -231,7 +255,7 @@ class World:
         if self.is_released or not self.old.told:
             return True
         last = self.old.told[-1]
-        if last.training is not None and last.training.is_over:
+        if last.evacuation.is_ended and not self.old.state.connected:
             return True
         opened_wall_s, deadline_s = last.evacuation.opened_wall_s, last.evacuation.deadline_s
         is_late = deadline_s is not None and WALL_S + self.now >= opened_wall_s + deadline_s

@@ -92,8 +92,12 @@ def encode(farewell: Farewell) -> bytes:
         "samples": list(evacuation.samples),
         "written": farewell.written,
     }
-    if evacuation.is_assumed:
-        body["assumed"] = True
+    flags = {
+        "assumed": evacuation.is_assumed,
+        "ended": evacuation.is_ended,
+        "foretold": conclusion.is_foretold,
+    }
+    body |= {name: True for name, holds in flags.items() if holds}
     if part is not None:
         body["part"] = part.facts()
     if evacuation.left_out:
@@ -167,6 +171,10 @@ class RecordedEvacuation:
     written_wall_s: float
     is_assumed: bool = False
     """No notice has stated the deadline."""
+    is_ended: bool = False
+    """The VM commits nothing any more."""
+    is_foretold: bool = False
+    """No verdict was announced so far."""
     digests: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     @property
@@ -178,6 +186,11 @@ class RecordedEvacuation:
     def kind(self) -> str:
         """The kind of the most severe notice; empty if it is unknown."""
         return self.notices[0].kind if self.notices else ""
+
+    @property
+    def is_void(self) -> bool:
+        """Whether the notice was withdrawn before a verdict was announced."""
+        return self.is_foretold and self.deadline_s is None
 
     @property
     def bytes_sent(self) -> int:
@@ -287,5 +300,7 @@ _RECORDED = Form(
     training=optional(_TRAINING.kind),
     written=Named("written_wall_s", INSTANT),
     assumed=Named("is_assumed", or_else(FLAG, False)),
+    ended=Named("is_ended", or_else(FLAG, False)),
+    foretold=Named("is_foretold", or_else(FLAG, False)),
     digests=or_else(Kind(_digests), {}),
 )

@@ -584,17 +584,12 @@ def _identity(claim: ClaimObject | None) -> Mapping[str, str]:
 
 
 def farewells_of(
-    store: ObjectStore,
-    keys: RunKeys,
-    generation: int,
-    is_cancelled: Callable[[], bool],
-    *,
-    count: int = _FAREWELLS_MAX,
+    store: ObjectStore, keys: RunKeys, generation: int, is_cancelled: Callable[[], bool]
 ) -> list[RecordedEvacuation]:
     """The newest farewells of a generation; damaged ones are left out."""
     names = (info.key for info in store.list(keys.farewell_prefix(generation)))
     found = []
-    for key in nlargest(count, names):  # their names are times
+    for key in nlargest(_FAREWELLS_MAX, names):  # their names are times
         if is_cancelled():
             break
         with suppress(CorruptError):

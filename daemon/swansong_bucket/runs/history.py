@@ -189,7 +189,7 @@ def evacuations(
         batch = newest[start : start + READS]
         for recorded in run.farewells.contents(batch):
             identity = (recorded.generation, recorded.evacuation_id, recorded.node)
-            found[identity] = max(recorded, found.get(identity, recorded), key=_newness)
+            found[identity] = max(recorded, found.get(identity, recorded), key=newness)
         done += len(batch)
         if progress is not None:
             progress(done, len(newest))
@@ -198,7 +198,8 @@ def evacuations(
             break
     if progress is not None:
         progress(len(newest), len(newest))
-    newest_first = sorted(found.values(), key=_opening, reverse=True)
+    real = (each for each in found.values() if not each.is_void)
+    newest_first = sorted(real, key=_opening, reverse=True)
     return Evacuations(
         evacuations=tuple(reversed(newest_first[:evacuations_max])),
         farewells_left_out=count - done,
@@ -227,7 +228,7 @@ def last_evacuation(
     return max(possible, key=lambda each: each.opened_wall_s, default=None)
 
 
-def _newness(recorded: RecordedEvacuation) -> tuple[int, float, float]:
+def newness(recorded: RecordedEvacuation) -> tuple[int, float, float]:
     """Farewells of one second have no order in their keys."""
     entries = len(recorded.timeline) + recorded.left_out
     return entries, recorded.written_wall_s, -recorded.slack_s

@@ -104,6 +104,9 @@ class FarewellFacts:
     written_wall_s: float
     deadline_wall_s: float | None
     training: LastReport | None
+    is_foretold: bool = False
+    is_void: bool = False
+    """As of :class:`~swansong_bucket.format.farewell.RecordedEvacuation`."""
 
 
 class _Memory(Generic[Facts]):
@@ -530,6 +533,8 @@ class Run:
             written_wall_s=found.written_wall_s,
             deadline_wall_s=None if deadline_s is None else found.opened_wall_s + deadline_s,
             training=found.training,
+            is_foretold=found.is_foretold,
+            is_void=found.is_void,
         )
 
 

@@ -27,8 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with DaemonClient(load(args.config).trainer.socket) as daemon:
-        waits = daemon.status().state in _WAITING
+        if daemon.status().state not in _WAITING:
+            print("this VM waits for no other one: nothing to do")
+            return 0
         daemon.request(TakeOver(), Noted)
         daemon.until(lambda status: status.state not in _WAITING)
-    print("took the run over" if waits else "this VM waits for no other one: nothing to do")
+    print("took the run over")
     return 0

@@ -127,10 +127,12 @@ def _outcome(
 ) -> tuple[Verdict, bool, float] | None:
     """Final verdict of one evacuation, whether it was a drill, and the time of the newest farewell.
 
-    None while the verdict may still change.  The best verdict is the final one: the daemon may write LOST or
-    PARTIAL before a better verdict.  A farewell moves the end to its deadline, but never to an earlier time:
-    several VMs take part in one evacuation, each with a deadline of its own.  A farewell after the end is
-    ignored, because the evacuation may have been counted before.
+    None while the verdict may still change, and if the notice was withdrawn before any verdict.
+
+    The best verdict is the final one: the daemon may write LOST or PARTIAL before a better verdict.
+    A farewell moves the end to its deadline, but never to an earlier time: several VMs take part in one
+    evacuation, each with a deadline of its own.  A farewell after the end is ignored, because the evacuation
+    may have been counted before.
 
     SAFE is final at once, except in a drill: a notice that arrives during the drill makes it real.
     """
@@ -142,6 +144,8 @@ def _outcome(
             break
         end_wall_s = max(end_wall_s, _until_wall_s(each))
         counted.append(each)
+    if all(each.is_foretold for each in counted) and any(each.is_void for each in counted):
+        return None
     verdict = max((each.verdict for each in counted), key=_MERIT.__getitem__)
     is_drill = all(each.is_drill for each in counted)
     is_final = verdict is Verdict.SAFE and not is_drill

@@ -72,8 +72,8 @@ class RunConfig:
         read.yes_or_no,
         False,
         about="Whether the next VM starts while the preempted one still trains. The next VM then "
-        "fetches its checkpoints, and its trainer waits for its end, at most until the deadline "
-        "of the notice. Set the same value on all VMs. See docs/operations/replacement.md.",
+        "fetches its checkpoints, and its trainer waits until that VM has ended. Set the same "
+        "value on all VMs. See docs/operations/replacement.md.",
     )
 
 

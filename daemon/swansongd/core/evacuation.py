@@ -171,6 +171,15 @@ def _withdraw(transition: Transition, reason: str) -> None:
         # After the end it has no deadline: the next VM, if there is one already, stands by.
         verdict = evacuation.verdict or proof.prove(state)[0]
         slack_s, commit = round(transition.left_s, 2), state.commits.last_complete
-        told = Conclude(evacuation.id, verdict, reason, commit, slack_s, state.part, is_final=False)
+        told = Conclude(
+            evacuation.id,
+            verdict,
+            reason,
+            commit,
+            slack_s,
+            state.part,
+            is_foretold=evacuation.verdict is None,
+            is_final=False,
+        )
         transition.do(told)
     course.end(transition)

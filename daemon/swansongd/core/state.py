@@ -301,7 +301,7 @@ class Predecessor:
     """When a claim was due first, which needs a later look."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StartState:
     """The starts of the training and their claims; written by :mod:`~swansongd.core.starts`."""
 

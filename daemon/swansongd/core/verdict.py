@@ -71,7 +71,9 @@ def _settles(state: State, evacuation: Evacuation, now_mono_s: float) -> bool:
 
 def _claims(state: State) -> bool:
     """Whether the newest commit is not known yet, or the newest start waits for its generation."""
-    start = state.start
+    start, other = state.start, state.starts.predecessor
+    if other is not None and other.generation:
+        return False  # the VM that this one replaces holds the run
     return not state.commits.is_run_read or (
         start is not None and start.is_live and start.generation is None
     )
@@ -185,5 +187,14 @@ def _foretell(
             vms_committed=part.committed,
             vms=part.nodes,
         )
-    slack_s = round(transition.left_s, 2)
-    transition.do(Conclude(evacuation.id, verdict, reason, commit, slack_s, part, is_final=False))
+    told = Conclude(
+        evacuation.id,
+        verdict,
+        reason,
+        commit,
+        round(transition.left_s, 2),
+        part,
+        is_foretold=True,
+        is_final=False,
+    )
+    transition.do(told)

@@ -147,7 +147,8 @@ class Committer:
         """Create the farewell of an evacuation.
 
         One that announces no verdict is dropped if a newer one is requested before its turn: during an outage
-        of the store, a manifest would wait behind all of them.
+        of the store, a manifest would wait behind all of them.  One before any verdict has a thread of its
+        own: the manifest that the verdict needs does not wait for it.
 
         Args:
             evacuation: read before this returns.
@@ -171,7 +172,10 @@ class Committer:
             if conclusion.is_final or number == self._farewells:
                 self._farewell(generation, data)
 
-        self._jobs.put(run)
+        if conclusion.is_foretold:
+            threading.Thread(target=run, name="farewell", daemon=True).start()
+        else:
+            self._jobs.put(run)
 
     def check_fence(self) -> None:
         """Check whether another VM has taken the run over; posts FenceFound if so."""

@@ -31,6 +31,7 @@ from swansongd.core.state import CheckpointRequest, State
 from swansongd.core.transition import HOST_SOURCE
 from swansongd.observe.facts import DownloadEnded, DownloadStarted, Observed, RestoreAnswered
 from swansongd.observe.observer import Observation
+from swansongd.observe.timeline import is_settled
 
 LAST_FAREWELL_LEAD_S = 2.0
 """The last farewell is written this long before the deadline.  It is one small request."""
@@ -332,7 +333,7 @@ class Accounting:
             return None
         left_s = evacuation.deadline_mono_s - now_mono_s
         # The next VM of a handover awaits the end of the training.
-        is_awaited = state.settings.handover and self.training.is_over
+        is_awaited = state.settings.handover and self.training.is_over and is_settled(state)
         # In the reserve no further checkpoint begins, so no manifest can wait behind this farewell.
         is_near = left_s <= min(LAST_FAREWELL_LEAD_S, state.settings.reserve_s)
         is_waiting = any(request.is_waiting for request in state.requests_made)

@@ -46,12 +46,14 @@ def recorded(
     *,
     node: int,
     offset_s: float,
+    is_over: bool = False,
 ) -> EvacuationRecord:
     """The course of the evacuation for a farewell.
 
     Args:
         node: of this VM, in a job over several VMs.
         offset_s: difference between the wall clock and the monotonic clock.
+        is_over: the training on this VM.
     """
     evacuation = state.evacuation
     deadline_s, answered = None, frozenset[str]()
@@ -64,6 +66,7 @@ def recorded(
         deadline_s=deadline_s,
         is_assumed=bool(notices)
         and all(each.deadline_quality is DeadlineQuality.ASSUMED for each in notices),
+        is_ended=is_over and is_settled(state),
         node=node,
         notices=tuple(
             NoticeRecord(notice.source, notice.kind)
@@ -73,6 +76,14 @@ def recorded(
         left_out=timeline.left_out,
         samples=samples,
     )
+
+
+def is_settled(state: State) -> bool:
+    """Whether the evacuation has a verdict, and nothing is left that may still be committed."""
+    has_verdict = state.evacuation is not None and state.evacuation.verdict is not None
+    is_waiting = any(request.is_waiting for request in state.requests_made)
+    is_busy = state.flush.flight is not None or bool(state.commits.stored) or is_waiting
+    return has_verdict and not is_busy and not state.uncommitted
 
 
 def _urgency(notice: Notice) -> tuple[int, float]:

@@ -2,9 +2,9 @@
 """Watches the VM that this one replaces, for as long as it may still commit (``run.handover``).
 
 That VM records its notice in farewells: the first one when its evacuation opens, another one with each
-verdict, and one without a deadline if the notice is withdrawn.  It has ended once a farewell says that its
-training is over, once the deadline has passed, or once it has written no record for a long time.  A VM that
-never had a notice is not awaited: nothing shows whether it still runs.
+verdict, and one without a deadline if the notice is withdrawn.  It has ended once a farewell says that it
+commits nothing any more, once the deadline has passed, or once it has written no record for a long time.
+A VM that never had a notice is not awaited: nothing shows whether it still runs.
 
 :mod:`swansongd.core.starts` claims nothing meanwhile.  The claim alone decides who may commit, so a wrong
 clock or a forged farewell costs time, and never a checkpoint.
@@ -15,12 +15,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection
+from heapq import nlargest
 
 import structlog
-from swansong_bucket.errors import StoreError
+from swansong_bucket.errors import CorruptError, Permanent, StoreError
+from swansong_bucket.format import farewell as farewells
+from swansong_bucket.format import wall
+from swansong_bucket.format.claim import ClaimObject
 from swansong_bucket.format.farewell import RecordedEvacuation
-from swansong_bucket.model import DRILL, is_drill
+from swansong_bucket.model import DRILL, PEER_SOURCE, is_drill
 from swansong_bucket.runs import catalog, commit
+from swansong_bucket.runs.history import newness
 
 from swansongd.core.events import PredecessorDenied, PredecessorFound
 from swansongd.core.starts import PREDECESSOR_SILENCE_S
@@ -33,8 +38,10 @@ _QUIET_INTERVAL_S = 5.0
 _TURN_S = 0.05
 _OUTLIVES_S = 3.0
 """After a deadline that was only assumed, a VM that trains on writes a farewell each second."""
-_FAREWELLS_MAX = 5
-"""Number of newest farewells that are read at each look: the keys of one second have no order."""
+_FAREWELLS_MAX = 100
+"""Number of the newest farewells of a generation that are read, each once."""
+_STARTS_MAX = 8
+"""Number of starts of the other VM whose farewells are read: it may train again since its notice."""
 
 _log = structlog.get_logger(__name__)
 
@@ -45,7 +52,7 @@ class PredecessorWatch:
     Args:
         context: of the run.
         own_starts: returns the ids of the starts of this VM, which await nothing.
-        waits: called with the generation at each look while the other VM trains.
+        waits: called at each look while the other VM trains, with words for it.
         wall: seconds since the epoch, to compare with the times in farewells.
     """
 
@@ -53,7 +60,7 @@ class PredecessorWatch:
         self,
         context: RestoreContext,
         own_starts: Callable[[], Collection[str]],
-        waits: Callable[[int], None],
+        waits: Callable[[str], None],
         *,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -62,6 +69,8 @@ class PredecessorWatch:
         self._waits = waits
         self._wall = wall
         self._generation = 0
+        self._read: dict[str, RecordedEvacuation | None] = {}
+        """Farewells by key; None for a damaged one."""
         self._newest_generation = 0
         self._last: object = None
         """The newest records that were seen."""
@@ -82,16 +91,23 @@ class PredecessorWatch:
                 continue
             try:
                 found = self._look()
+            except Permanent as error:  # a missing right would block every start
+                self._deny(error.line())
+                return
             except StoreError:  # no claim succeeds either
                 stop.wait(_LOOK_INTERVAL_S)
             except Exception as error:
                 _log.exception("predecessor_fault", error=str(error))
-                self._context.post(PredecessorDenied(f"{type(error).__name__}: {error}"))
+                self._deny(f"{type(error).__name__}: {error}")
                 return
             else:
                 self._context.post(found)
                 if found.generation:
-                    self._waits(found.generation)
+                    kind = "has a notice" if found.is_leaving else "trains on after its notice"
+                    self._waits(f"the VM of generation {found.generation}, which {kind}")
+
+    def _deny(self, reason: str) -> None:
+        self._context.post(PredecessorDenied(reason))
 
     def _is_due(self, other: Predecessor) -> bool:
         """Whether it is time for a look; a claim that is due waits for a new one."""
@@ -110,20 +126,26 @@ class PredecessorWatch:
         looked_mono_s = self._context.monotonic()
         self._generation = catalog.newest_generation(store, keys, above=self._generation - 1)
         claim = catalog.claim_of(store, keys, self._generation) if self._generation > 0 else None
-        if claim is None or claim.start in self._own_starts():
+        known = {start.id for start in self._context.state().starts.known}
+        if claim is None or claim.start in known | set(self._own_starts()):
             return PredecessorFound(looked_mono_s)
-        stopped = self._context.stop.is_set
-        found = catalog.farewells_of(store, keys, self._generation, stopped, count=_FAREWELLS_MAX)
-        real = [each for each in found if not _is_of_drill(each)]
-        last = max(real, key=_place, default=None)
-        if last is None or (last.training is not None and last.training.is_over):
+        last = self._last_farewell(claim)
+        has_ended = last is not None and last.is_ended and last.generation == claim.generation
+        if last is None or has_ended:
             return PredecessorFound(looked_mono_s)
         newest = commit.newest_whole(store, keys, near=self._newest_generation)
         if newest is not None:
             self._newest_generation = newest.ref.generation
-        if (last, newest) != self._last:
-            self._last, self._changed_mono_s = (last, newest), looked_mono_s
-        silent_s = max(self._age_s(last, newest), looked_mono_s - self._changed_mono_s)
+        records = claim, last, newest
+        if records != self._last:
+            self._last, self._changed_mono_s = records, looked_mono_s
+        ages_s = [self._wall() - last.written_wall_s]
+        if newest is not None:
+            ages_s.append(newest.age_s or 0.0)
+        claimed_wall_s = wall.instant_s(claim.identity.get("claimed", ""))
+        if claimed_wall_s is not None:
+            ages_s.append(self._wall() - claimed_wall_s)
+        silent_s = max(min(ages_s), looked_mono_s - self._changed_mono_s)
         left_s = PREDECESSOR_SILENCE_S - silent_s
         is_leaving = last.deadline_s is not None
         if last.deadline_s is not None:
@@ -136,17 +158,38 @@ class PredecessorWatch:
         ref = None if newest is None else newest.ref
         return PredecessorFound(looked_mono_s, self._generation, left_s, is_leaving, ref)
 
-    def _age_s(self, last: RecordedEvacuation, newest: catalog.Commit | None) -> float:
-        """The age of the newest of these records; 0 if the store returns no ages."""
-        age_s = self._wall() - last.written_wall_s
-        return age_s if newest is None else min(age_s, newest.age_s or 0.0)
+    def _last_farewell(self, claim: ClaimObject) -> RecordedEvacuation | None:
+        """The newest farewell of the VM with this claim, which may have started again since."""
+        store, keys, vm = self._context.store, self._context.keys, claim.identity.get("vm")
+        for generation in range(claim.generation, max(0, claim.generation - _STARTS_MAX), -1):
+            if generation < claim.generation:
+                earlier = catalog.claim_of(store, keys, generation)
+                if vm is None or earlier is None or earlier.identity.get("vm") != vm:
+                    return None
+            found = [each for each in self._farewells(generation) if not _is_of_drill(each)]
+            if found:
+                newest = max(found, key=lambda each: each.opened_wall_s)
+                # The clock may have been set since: entries tell the order within an evacuation.
+                same = (each for each in found if each.evacuation_id == newest.evacuation_id)
+                return max(same, key=newness)
+        return None
 
-
-def _place(recorded: RecordedEvacuation) -> tuple[float, ...]:
-    """The order of farewells: their own times have whole seconds."""
-    entries = len(recorded.timeline) + recorded.left_out
-    return recorded.opened_wall_s, recorded.written_wall_s, -recorded.slack_s, entries
+    def _farewells(self, generation: int) -> list[RecordedEvacuation]:
+        store, keys = self._context.store, self._context.keys
+        names = (info.key for info in store.list(keys.farewell_prefix(generation)))
+        found = []
+        for key in nlargest(_FAREWELLS_MAX, names):
+            if key not in self._read:
+                try:
+                    place = (keys.run, generation)
+                    self._read[key] = catalog.own_record(store, key, place, farewells.decode)
+                except (CorruptError, Permanent):
+                    self._read[key] = None
+            found.append(self._read[key])
+        return [each for each in found if each is not None]
 
 
 def _is_of_drill(recorded: RecordedEvacuation) -> bool:
-    return recorded.source == DRILL or is_drill(frozenset({recorded.evacuation_id}))
+    """Whether no real notice has joined the drill."""
+    is_named = recorded.source == DRILL or is_drill(frozenset({recorded.evacuation_id}))
+    return is_named and all(each.source in (DRILL, PEER_SOURCE) for each in recorded.notices)

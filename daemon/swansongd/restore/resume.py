@@ -413,14 +413,13 @@ class Resume:
             download=download.id,
         )
 
-    def wait_for_predecessor(self, generation: int) -> None:
+    def wait_for(self, other: str) -> None:
         """Tell the queries in the queue that they have to wait for another VM."""
-        waits_for = f"the VM of generation {generation}, which has a notice and still trains"
         with self._changed:
             self._waited_mono_s = self._monotonic()
             tickets = [*self._waiting]
         for ticket in tickets:
-            _send(ticket, Restoring(ticket.query.query_id, 0, 0, waits_for))
+            _send(ticket, Restoring(ticket.query.query_id, 0, 0, other))
 
     def _report(self, done_bytes: int, total_bytes: int) -> None:
         """Report the progress of a download to all queries in the queue."""

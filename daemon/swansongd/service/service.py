@@ -222,7 +222,7 @@ class Service:
         )
         self._resume.answered = self._prefetch.answered
         self._predecessor = PredecessorWatch(
-            context, lambda: self._committer.own_starts, self._resume.wait_for_predecessor
+            context, lambda: self._committer.own_starts, self._resume.wait_for
         )
         self._redone_answers = RedoneAnswers(
             context, self._redone, lambda: self._resume.restored_generation
@@ -484,6 +484,12 @@ class Service:
         timeline, generation = self._decision_log.timeline, self._state.newest_generation
         assert timeline is not None
         if generation is not None:
+            training = last_report(
+                self._accounting.training,
+                self._state,
+                now_mono_s=time.monotonic(),
+                now_wall_s=time.time(),
+            )
             self._committer.farewell(
                 generation,
                 conclusion,
@@ -493,13 +499,9 @@ class Service:
                     self._samples.taken(conclusion.evacuation_id, now),
                     node=self._accounting.training.node,
                     offset_s=time.time() - time.monotonic(),
+                    is_over=training is not None and training.is_over,
                 ),
-                training=last_report(
-                    self._accounting.training,
-                    self._state,
-                    now_mono_s=time.monotonic(),
-                    now_wall_s=time.time(),
-                ),
+                training=training,
                 digests=self._redone.for_farewell(self._state, generation),
             )
 

@@ -40,6 +40,10 @@ def farewell(
     )
 
 
+FORETOLD = replace(farewell("e", Verdict.LOST, 1), is_foretold=True)
+VOID = replace(farewell("e", Verdict.LOST, 9), is_foretold=True, is_void=True)
+
+
 def settled(farewells: Iterable[FarewellFacts], *, at_s: float = 0.0) -> dict[str, int]:
     found = figures.evacuations(farewells, now_wall_s=NOW_S + at_s)
     return {
@@ -245,3 +249,20 @@ def test_the_lag_counts_commits_after_the_newest_mirrored_one(
     commits = [commit(30, 3.0), commit(20, None), commit(10, 1.0)]
     ref = None if mirrored is None else CommitRef(1, mirrored)
     assert figures.mirror_lag(commits, ref) == lag
+
+
+@pytest.mark.parametrize(
+    ("farewells", "counts"),
+    [
+        ([FORETOLD], {"LOST": 1}),
+        ([FORETOLD, VOID], {}),
+        ([FORETOLD, farewell("e", Verdict.LOST, 5), VOID], {"LOST": 1}),
+        ([FORETOLD, farewell("e", Verdict.SAFE, 5)], {"SAFE": 1}),
+    ],
+    ids=["died", "withdrawn", "LOST", "SAFE"],
+)
+def test_a_notice_that_was_withdrawn_before_any_verdict_does_not_count(
+    farewells: list[FarewellFacts], counts: dict[str, int]
+) -> None:
+    """A VM that dies before its verdict counts as it was foretold; no forged farewell hides a verdict."""
+    assert settled(farewells, at_s=1e4) == counts

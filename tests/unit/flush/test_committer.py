@@ -8,6 +8,7 @@ import json
 import os
 import queue
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -881,6 +882,23 @@ def test_farewells_without_a_verdict_do_not_queue(rig: CommitterRig) -> None:
         assert working.drain(10)
     (key,) = stored(rig, KEYS.farewells)
     assert json.loads(rig.store.get(key))["slack_s"] == -4
+
+
+def test_a_manifest_does_not_wait_for_a_farewell_before_any_verdict(
+    rig: CommitterRig, working: Committer
+) -> None:
+    """The store may hold its request up, and the verdict needs the manifest."""
+    release = threading.Event()
+
+    def hold(key: str) -> None:
+        assert KEYS.farewells not in key or release.wait(60)
+
+    rig.before_put = hold
+    working.farewell(1, replace(LOST, is_final=False, is_foretold=True), OPENED)
+    working.commit(a_request())
+    assert rig.next() == CommitDone("f10", CommitRef(1, 10))
+    release.set()
+    until(lambda: stored(rig, KEYS.farewells), what="the farewell")
 
 
 def test_a_failed_farewell_does_not_stop_the_committer(

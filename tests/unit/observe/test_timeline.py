@@ -54,3 +54,28 @@ def test_the_record_says_whether_the_deadline_was_assumed(quality: DeadlineQuali
     story.withdraw()
     after = recorded(timeline, story.state, (), node=0, offset_s=0.0)
     assert (after.is_assumed, after.deadline_s) == (False, None)
+
+
+def test_a_vm_has_ended_once_it_can_commit_nothing_more() -> None:
+    """The next VM of a handover claims then: a set that is being sent would be refused."""
+
+    def has_ended(*, is_over: bool = True) -> bool:
+        timeline = Timeline(story.evacuation.id, story.now)
+        return recorded(timeline, story.state, (), node=0, offset_s=0.0, is_over=is_over).is_ended
+
+    story = joined(start_id="a")
+    story.starts(0)
+    story.notice()
+    assert not has_ended()
+    story.accept(6)
+    story.answer(7)
+    story.leave()
+    assert not has_ended()
+    story.flushed()
+    assert not has_ended()
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 7"]
+    assert has_ended()
+    assert not has_ended(is_over=False)
+    story.seal(9, "later", start_id="a")
+    assert not has_ended()

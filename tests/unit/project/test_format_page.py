@@ -139,7 +139,7 @@ def test_the_fields_of_a_claim() -> None:
 
 def test_the_fields_of_a_farewell() -> None:
     """The page lists exactly the fields of the object."""
-    conclusion = Conclude("e1", Verdict.PARTIAL, "why", REF, 1.5, VmPart(REF, 2))
+    conclusion = Conclude("e1", Verdict.PARTIAL, "why", REF, 1.5, VmPart(REF, 2), is_foretold=True)
     training = LastReport(
         step=1, wall_s=2.0, step_s=3.0, ranks=4, saves_s=5.0, stall_s=6.0, is_over=True
     )
@@ -150,6 +150,7 @@ def test_the_fields_of_a_farewell() -> None:
         evacuation=EvacuationRecord(
             opened_wall_s=2.0,
             is_assumed=True,
+            is_ended=True,
             notices=(NoticeRecord("aws.spot", "reclaim"),),
             left_out=1,
         ),

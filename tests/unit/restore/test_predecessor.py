@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from swansong.protocol import Restoring
-from swansong_bucket.errors import Transient
+from swansong_bucket.errors import Permanent, Transient
 from swansong_bucket.format import claim as claims
 from swansong_bucket.format import farewell as farewells
 from swansong_bucket.format import wall
@@ -49,7 +49,7 @@ class Vm(RestoreRig[MemoryStore]):
         self.now_mono_s = story.now
         self.found: list[PredecessorFound] = []
         self.own: set[str] = set()
-        self.waits: list[int] = []
+        self.waits: list[str] = []
         self.denied: list[str] = []
         super().__init__(
             directory / "staging",
@@ -69,13 +69,17 @@ class Vm(RestoreRig[MemoryStore]):
             self.found.append(event)
         self.story.tell(event)
 
-    def claim(self, generation: int = 1) -> None:
-        claim = ClaimObject(run="r", generation=generation, start=f"s{generation}")
+    def claim(self, generation: int = 1, vm: str = "") -> None:
+        identity = {"vm": vm} if vm else {}
+        claim = ClaimObject(
+            run="r", generation=generation, start=f"s{generation}", identity=identity
+        )
         self.store.put(self.context.keys.generation(generation), claims.encode(claim))
 
     def says(self, stamp: str = "1", generation: int = 1, **facts: Any) -> None:
         """The VM of a generation wrote a farewell."""
-        record = {"opened_wall_s": NOW_S - 20.0, "deadline_s": 120.0, "is_assumed": False}
+        record: dict[str, Any] = {"opened_wall_s": NOW_S - 20.0, "deadline_s": 120.0}
+        record |= {"is_assumed": False, "is_ended": False, "timeline": ()}
         record |= {name: facts.pop(name) for name in tuple(facts) if name in record}
         notice = NoticeRecord(facts.pop("source", "aws.spot"), "terminate")
         evacuation = facts.pop("evacuation_id", "e")
@@ -86,7 +90,7 @@ class Vm(RestoreRig[MemoryStore]):
                 evacuation, Verdict.SAFE, "", CommitRef(1, 40), facts.pop("slack_s", 100.0)
             ),
             evacuation=EvacuationRecord(notices=(notice,), **record),
-            training=facts.pop("training", TRAINS),
+            training=TRAINS,
             written=wall.text(facts.pop("written_wall_s", NOW_S)),
         )
         assert not facts
@@ -118,7 +122,7 @@ def test_a_vm_with_a_notice_trains_until_its_deadline(vm: Vm) -> None:
         lambda vm: None,
         lambda vm: vm.claim(),
         lambda vm: (vm.claim(), vm.says(opened_wall_s=NOW_S - 121.0)),
-        lambda vm: (vm.claim(), vm.says(training=replace(TRAINS, is_over=True))),
+        lambda vm: (vm.claim(), vm.says(is_ended=True)),
         lambda vm: (vm.claim(), vm.says(source="drill")),
         lambda vm: (vm.claim(), vm.says(evacuation_id="drill-1", source="peer")),
         lambda vm: (vm.claim(), vm.says(), vm.own.add("s1")),
@@ -140,9 +144,68 @@ def test_farewells_of_one_second_have_an_order(vm: Vm) -> None:
     """Their own times have whole seconds, and their keys end at random: the time left counts."""
     vm.claim()
     for stamp, slack_s in (("9", 100.0), ("1", 99.9), ("5", 100.5)):
-        over = replace(TRAINS, is_over=slack_s == 99.9)
-        vm.says(stamp, slack_s=slack_s, training=over)
+        vm.says(stamp, slack_s=slack_s, is_ended=slack_s == 99.9)
     assert vm.look() == PredecessorFound(vm.now_mono_s)
+
+
+@pytest.mark.parametrize(("vms", "left_s"), [("aaa", 100.0), ("aba", 0.0), ("ab", 0.0), ("", 0.0)])
+def test_a_trainer_that_started_again_is_awaited(vm: Vm, vms: str, left_s: float) -> None:
+    """Its generation has no farewell; those of the generations before it count, of the same VM."""
+    for generation, name in enumerate(vms or "  ", 1):
+        vm.claim(generation, name.strip())
+    vm.says(is_ended=True)  # no more: it trains again
+    assert vm.look().left_s == left_s
+
+
+def test_a_notice_during_a_drill_is_real(vm: Vm) -> None:
+    """The evacuation keeps the id of the drill."""
+    vm.claim()
+    vm.says(evacuation_id="drill-1", source="aws.spot")
+    assert vm.look().left_s == 100.0
+
+
+def test_drills_hide_no_withdrawn_notice(vm: Vm) -> None:
+    """A drill leaves a farewell each second after its deadline."""
+    vm.claim()
+    vm.says("0", deadline_s=None)
+    for number in range(1, 30):
+        vm.says(f"{number:02}", source="drill", evacuation_id="drill-1")
+    assert not vm.look().is_leaving
+
+
+def test_a_step_of_the_clock_changes_no_order(vm: Vm) -> None:
+    """The opening is computed again for each farewell, from the clock of that moment."""
+    vm.claim()
+    vm.says("1", timeline=[{"phase": "notice", "at_s": 0.0}])
+    entries = [{"phase": "notice", "at_s": 0.0}, {"phase": "withdrawn", "at_s": 1.0}]
+    vm.says("2", deadline_s=None, timeline=entries, opened_wall_s=NOW_S - 20.001)
+    assert not vm.look().is_leaving
+
+
+def test_a_farewell_that_may_not_be_read_is_left_out(vm: Vm) -> None:
+    """A missing right for one object must not block every start."""
+    vm.claim()
+    vm.says("1")
+    vm.says("2", is_ended=True)
+
+    def refuses(*words: str) -> None:
+        if any(word.endswith("-2.json") for word in words):
+            raise Permanent("403")
+
+    vm.store.before = refuses
+    assert vm.look().left_s == 100.0
+
+
+def test_a_listing_that_is_refused_ends_the_wait(vm: Vm) -> None:
+    """A wait for a missing right would block every start."""
+
+    def refuses(*_: str) -> None:
+        raise Permanent("403")
+
+    vm.store.before = refuses
+    vm.watch.start()
+    until(lambda: vm.denied, what="the end")
+    assert "403" in vm.denied[0]
 
 
 def test_a_withdrawn_notice_leaves_no_deadline(vm: Vm) -> None:
@@ -192,12 +255,12 @@ def test_the_thread_looks_until_the_claim(vm: Vm, monkeypatch: pytest.MonkeyPatc
     vm.claim()
     vm.says()
     vm.watch.start()
-    until(lambda: vm.waits[-1:] == [1], what="a wait")
+    until(lambda: "generation 1" in "".join(vm.waits[-1:]), what="a wait")
     vm.store.before = down
     until(lambda: len(refused) >= 2, what="two looks that fail")
     assert vm.state.starts.predecessor is not None
     vm.store.before = lambda *_: None
-    vm.says("2", slack_s=1.0, training=replace(TRAINS, is_over=True))
+    vm.says("2", slack_s=1.0, is_ended=True)
     until(lambda: not vm.found[-1].generation, what="the end")
     looks = len(vm.found)
     vm.now_mono_s = vm.story.now = vm.story.now + 1
@@ -214,7 +277,7 @@ def test_a_trainer_waits_as_long_as_the_other_vm_trains(vm: Vm) -> None:
     vm.story.join(start_id="a")
     asked = vm.ask(start_id="a")
     for _ in range(3):
-        vm.resume.wait_for_predecessor(1)
+        vm.resume.wait_for("generation 1")
         message = asked.messages.get(timeout=30)
         assert isinstance(message, Restoring)
         assert "generation 1" in message.waits_for

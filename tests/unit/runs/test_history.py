@@ -41,12 +41,16 @@ def farewell(
     *,
     evacuation_id: str = "e1",
     verdict: Verdict = Verdict.SAFE,
+    is_foretold: bool = False,
     **fields: Any,
 ) -> None:
+    conclusion = Conclude(
+        evacuation_id, verdict, "why", CommitRef(generation, 7), 1.0, is_foretold=is_foretold
+    )
     made = Farewell(
         run="r",
         generation=generation,
-        conclusion=Conclude(evacuation_id, verdict, "why", CommitRef(generation, 7), 1.0),
+        conclusion=conclusion,
         evacuation=EvacuationRecord(opened_wall_s=OPENED_S + generation, **fields),
         written="2030-01-01T00:00:00Z",
     )
@@ -102,6 +106,16 @@ def test_an_evacuation_counts_once_with_its_newest_farewell(store: MemoryStore) 
         ("e2", Verdict.SAFE),
     ]
     assert (found.farewells_left_out, found.damaged) == (0, ())
+
+
+def test_a_notice_that_was_withdrawn_before_any_verdict_is_no_evacuation(
+    store: MemoryStore,
+) -> None:
+    """A VM that died with it had one: its farewell has a deadline."""
+    farewell(store, 1, "t1", is_foretold=True)
+    farewell(store, 1, "t2", evacuation_id="e2", is_foretold=True, deadline_s=60.0)
+    found = history.evacuations(Run.listed(store, KEYS)).evacuations
+    assert [each.evacuation_id for each in found] == ["e2"]
 
 
 def test_evacuations_of_several_vms_count_separately(store: MemoryStore) -> None:
