@@ -18,6 +18,7 @@ from testkit.rig import CREDENTIALS, Vm
 BUCKET = "bench"
 PREFIX = f"s3://{BUCKET}/out"
 OURS = "swansong"
+_OUR_SCRIPT = "with_swansong.py"
 HERE = Path(__file__).resolve().parent
 BUILD = HERE.parents[1] / "build" / "bench"
 
@@ -56,13 +57,19 @@ class Contestant:
     """Signal that the trainer gets at the notice."""
     variables: Mapping[str, str] = field(default_factory=dict)
     is_mount: bool = False
+    is_handover: bool = False
+    """Whether the next VM starts during the notice, not after the power cut."""
+
+    @property
+    def is_ours(self) -> bool:
+        return self.script == _OUR_SCRIPT
 
 
 def begin(contestant: Contestant, start: Start) -> None:
     """Start all processes of a VM; the trainer is the last of them, but for its uploads."""
     vm = start.vm
     command = [sys.executable, str(HERE / "trainers" / contestant.script), *start.trainer]
-    if contestant.name == OURS:
+    if contestant.is_ours:
         vm.start_daemon()
         vm.trainer = vm.spawn(command, SWANSONG_SOCKET=str(vm.socket))
         return
@@ -194,8 +201,15 @@ CONTESTANTS: Mapping[str, Contestant] = {
     for one in (
         Contestant(
             name=OURS,
-            script="with_swansong.py",
+            script=_OUR_SCRIPT,
             settings="defaults: a poll each second, a reserve of 3 s, checkpoints planned by the daemon",
+        ),
+        Contestant(
+            name=f"{OURS} handover",
+            script=_OUR_SCRIPT,
+            settings="the same with `run.handover` on both VMs;"
+            " the pause follows the notice, so the next VM starts before the power cut",
+            is_handover=True,
         ),
         Contestant(
             name="transformers JIT",

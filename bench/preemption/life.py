@@ -45,7 +45,10 @@ class Plan:
     notice_s: float
     """From the notice to the power cut."""
     pause_s: float
-    """From the power cut to the start of the processes on the next VM: the same for all contestants."""
+    """From the power cut to the start of the processes on the next VM: the same for all contestants.
+
+    With a handover, from the notice.
+    """
     save_every_s: float
     """Interval of the saves of the scripts."""
     saved_before_cut_s: float
@@ -99,13 +102,19 @@ def live(
     noticed = time.monotonic()
     notice = control(first.metadata_url, "notice", action="terminate", in_s=plan.notice_s)
     left_s = datetime.fromisoformat(notice["time"]).timestamp() - time.time()
-    _sleep_until(time.monotonic() + left_s)
+    cut_due = time.monotonic() + left_s
+    started = (noticed if contestant.is_handover else cut_due) + plan.pause_s
+    second = _Machine(2, contestant, plan, place, url)
+    if contestant.is_handover:
+        _sleep_until(started)
+        second.begin(stack)
+    _sleep_until(cut_due)
     cut = time.monotonic()
     first.power_off()
     sent_bytes_s, _ = control(url, RATES)  # what the first VM reads is no fetch
-    second = _Machine(2, contestant, plan, place, url)
-    _sleep_until(cut + plan.pause_s)
-    second.begin(stack)
+    if not contestant.is_handover:
+        _sleep_until(started)
+        second.begin(stack)
     second.until_steps(NEW_STEPS)
     _, fetch_bytes_s = control(url, RATES)
     second.power_off()
@@ -117,9 +126,8 @@ def live(
         restored=resumed["restored"],
         noticed=noticed,
         cut=cut,
-        pause_s=plan.pause_s,
+        pause_s=max(0.0, started - cut),
     )
-    started = cut + plan.pause_s
     imported_s = second.line("imported")["mono_s"] - started
     measured = None
     if contestant.name == contestants.OURS:
@@ -168,6 +176,7 @@ class _Machine:
             "sources": {"poll_interval_s": 1.0},
             "trainer": {"settle_s": 2.0},
             "deadline": {"reserve_s": RESERVE_S},
+            "run": {"handover": self._contestant.is_handover},
         }
         self.vm = stack.enter_context(
             Vm(self._disk, table, metadata=("aws", metadata.url), settings=defaults)

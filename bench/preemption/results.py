@@ -99,7 +99,7 @@ def markdown(results: Sequence[Result]) -> str:
         ]
         for name, of_one in runs.items():
             cells = [
-                f"**{name}**" if name == OURS else name,
+                f"**{name}**" if CONTESTANTS[name].is_ours else name,
                 median_and_spread([run.total_s for run in of_one], ".1f"),
                 *(
                     median_and_spread([getattr(run, part) for run in of_one], ".1f")
@@ -130,7 +130,9 @@ def _goal(runs: Mapping[str, Sequence[Result]]) -> list[str]:
         f"The bound of swansong is {median_and_spread(bounds, '.1f')} s ({shown}).",
         f"Its loss is {median_and_spread(ratios, '.2f')} of the bound of the same run.",
     ]
-    others = {name: _median(of_one) for name, of_one in runs.items() if name != OURS}
+    others = {
+        name: _median(of_one) for name, of_one in runs.items() if not CONTESTANTS[name].is_ours
+    }
     if others:
         best = min(others, key=lambda name: others[name])
         share = _median(ours) / others[best]
