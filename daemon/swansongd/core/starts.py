@@ -422,10 +422,9 @@ def _is_awaiting(transition: Transition) -> bool:
     other = transition.state.starts.predecessor
     if other is None:
         return False
-    if other.due_mono_s is None:
-        other = replace(other, due_mono_s=transition.now)
-        _put(transition, replace(transition.state.starts, predecessor=other))
-    due_mono_s = transition.now if other.due_mono_s is None else other.due_mono_s
+    due_mono_s = min(other.due_mono_s, transition.now)
+    other = replace(other, due_mono_s=due_mono_s)
+    _put(transition, replace(transition.state.starts, predecessor=other))
     if other.looked_mono_s < due_mono_s:
         return transition.now < due_mono_s + PREDECESSOR_SILENCE_S
     return transition.now < other.by_mono_s

@@ -297,8 +297,8 @@ class Predecessor:
     """The newest whole commit."""
     looked_mono_s: float = -math.inf
     """When the look began."""
-    due_mono_s: float | None = None
-    """When a claim was due first, which needs a later look."""
+    due_mono_s: float = math.inf
+    """When a claim was due first, which needs a later look; infinite before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

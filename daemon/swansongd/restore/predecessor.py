@@ -12,6 +12,7 @@ clock or a forged farewell costs time, and never a checkpoint.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -111,7 +112,7 @@ class PredecessorWatch:
 
     def _is_due(self, other: Predecessor) -> bool:
         """Whether it is time for a look; a claim that is due waits for a new one."""
-        if other.due_mono_s is not None and other.looked_mono_s < other.due_mono_s:
+        if other.looked_mono_s < other.due_mono_s < math.inf:
             return True
         interval_s = _LOOK_INTERVAL_S if other.generation else _QUIET_INTERVAL_S
         return self._context.monotonic() >= other.looked_mono_s + interval_s

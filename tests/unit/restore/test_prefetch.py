@@ -178,19 +178,23 @@ def test_the_bytes_are_there_before_a_trainer_asks(vm: Vm) -> None:
 
 @pytest.mark.fault("OE04")
 def test_the_prefetch_follows_the_vm_that_still_trains(vm: Vm) -> None:
-    """The run may have no commit yet.  Each one replaces the one before, and is not read again."""
+    """Each commit replaces the one before, whose unchanged files are copied, and is not read again."""
     starts = replace(vm.state.starts, predecessor=Predecessor(by_mono_s=math.inf, generation=1))
     vm.story.state = replace(vm.state, starts=starts)
     vm.story.tell(RunRead(None))
     vm.prefetch.start()
     vm.shows("waiting", "generation 1 still trains")
     for step in (100, 110, 120):
-        vm.commit(step)
+        weights = bytes([step]) + FILES["weights.bin"][1:]
+        files = {"same.bin": FILES["weights.bin"], "weights.bin": weights}
+        vm.put(files, step=step, nonce=f"a{step}")
         other = Predecessor(by_mono_s=math.inf, generation=1, newest=CommitRef(1, step))
         vm.story.state = replace(vm.state, starts=replace(vm.state.starts, predecessor=other))
         until(lambda step=step: vm.prefetch.status().step == step, what="the next commit")  # type: ignore[misc]
         vm.shows("ready", "generation 1 still trains")
         until(lambda: len(vm.directories) == 1, what="one directory")
+    fetched = [path for path, _ in vm.store.read]
+    assert fetched.count("same.bin") == CHUNKS, "it was fetched again"
     vm.story.state = replace(vm.state, starts=replace(vm.state.starts, predecessor=None))
     reads = len(vm.store.given)
     answer = vm.ask().answer()
