@@ -105,7 +105,7 @@ class Vm(Story):
             self.flushed()
 
     def restart(self) -> None:
-        """The trainer starts again, in a generation of its own."""
+        """The trainer starts again, and claims another generation."""
         for trainer in self.state.connected:
             self.leave(trainer.connection)
         self.starts_made += 1

@@ -38,9 +38,8 @@ def supervised(work: Callable[[], int]) -> int:
     either process by SIGKILL, kills all descendants of both.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_DFL
-    )  # otherwise an end of the child would have no status
+    # A parent may ignore it, and the end of the child would have no status then.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     parent = os.getpid()
     child = os.fork()

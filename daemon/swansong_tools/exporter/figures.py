@@ -130,9 +130,9 @@ def _outcome(
     None while the verdict may still change, and if the notice was withdrawn before any verdict.
 
     The best verdict is the final one: the daemon may write LOST or PARTIAL before a better verdict.
-    A farewell moves the end to its deadline, but never to an earlier time: several VMs take part in one
-    evacuation, each with a deadline of its own.  A farewell after the end is ignored, because the evacuation
-    may have been counted before.
+    A farewell moves the end to its deadline, but never to an earlier time: several VMs with different
+    deadlines take part in one evacuation.  A farewell after the end is ignored, because the evacuation may
+    have been counted before.
 
     SAFE is final at once, except in a drill: a notice that arrives during the drill makes it real.
     """

@@ -71,9 +71,7 @@ def _settles(state: State, evacuation: Evacuation, now_mono_s: float) -> bool:
 
 def _claims(state: State) -> bool:
     """Whether the newest commit is not known yet, or the newest start waits for its generation."""
-    start, other = state.start, state.starts.predecessor
-    if other is not None and other.generation:
-        return False  # the VM that this one replaces holds the run
+    start = state.start
     return not state.commits.is_run_read or (
         start is not None and start.is_live and start.generation is None
     )

@@ -81,9 +81,7 @@ def recorded(
 def is_settled(state: State) -> bool:
     """Whether the evacuation has a verdict, and nothing is left that may still be committed."""
     has_verdict = state.evacuation is not None and state.evacuation.verdict is not None
-    is_waiting = any(request.is_waiting for request in state.requests_made)
-    is_busy = state.flush.flight is not None or bool(state.commits.stored) or is_waiting
-    return has_verdict and not is_busy and not state.uncommitted
+    return has_verdict and not state.uncommitted
 
 
 def _urgency(notice: Notice) -> tuple[int, float]:

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 from swansong_bucket.model import CommitRef, Severity, Verdict
 from swansongd.core import resume
-from swansongd.core.events import ClaimGeneration, Conclude, PredecessorDenied, PredecessorFound
+from swansongd.core.events import (
+    ClaimGeneration,
+    Conclude,
+    PredecessorDenied,
+    PredecessorFound,
+)
 from swansongd.core.starts import PREDECESSOR_SILENCE_S
 from swansongd.core.state import Predecessor
 from swansongd.observe.phase import Phase, phase_of

@@ -79,3 +79,6 @@ def test_a_vm_has_ended_once_it_can_commit_nothing_more() -> None:
     assert not has_ended(is_over=False)
     story.seal(9, "later", start_id="a")
     assert not has_ended()
+    story.flushed()
+    assert story.state.commits.stored
+    assert not has_ended()

@@ -148,9 +148,19 @@ def test_farewells_of_one_second_have_an_order(vm: Vm) -> None:
     assert vm.look() == PredecessorFound(vm.now_mono_s)
 
 
+def test_a_vm_does_not_await_itself(vm: Vm) -> None:
+    """Its record of claims may be lost: its trainer connects again with the start of the newest claim."""
+    vm.claim()
+    vm.says()
+    vm.story.grants = False
+    vm.story.scan()
+    vm.story.join(start_id="s1")
+    assert vm.look().left_s == 0.0
+
+
 @pytest.mark.parametrize(("vms", "left_s"), [("aaa", 100.0), ("aba", 0.0), ("ab", 0.0), ("", 0.0)])
 def test_a_trainer_that_started_again_is_awaited(vm: Vm, vms: str, left_s: float) -> None:
-    """Its generation has no farewell; those of the generations before it count, of the same VM."""
+    """Its generation has no farewell: the last one of the same VM counts."""
     for generation, name in enumerate(vms or "  ", 1):
         vm.claim(generation, name.strip())
     vm.says(is_ended=True)  # no more: it trains again
