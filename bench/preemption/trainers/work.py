@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training that all contestants do: a state of a given size, steps of a fixed time, and a witness.
 
-Each step changes at least one element in every 4 MB of the weights and of both moments, so no client can skip
-bytes that did not change.  The elements hold the number of the step, so a restored state proves itself.
+No two chunks of a state have the same bytes, and each step changes at least one element in every 4 MB of the
+weights and of both moments, so no client can skip bytes.  These elements hold the number of the step, so a
+restored state proves itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import time
@@ -21,6 +23,14 @@ _STRIDE = 2**20
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+def _tensor(number: int, size: int) -> torch.Tensor:
+    """A tensor whose bytes differ from those of each other number, for the price of its memory."""
+    first = number * _TENSOR_FLOATS
+    made = torch.arange(first, first + size, dtype=torch.int32).view(torch.float32)
+    made[::_STRIDE] = 0.0
+    return made
+
+
 class Model(torch.nn.Module):
     """Weights of a third of the state; the optimizer has the rest."""
 
@@ -30,11 +40,9 @@ class Model(torch.nn.Module):
         floats = size_bytes // 4 // 3
         sizes = [min(_TENSOR_FLOATS, floats - at) for at in range(0, floats, _TENSOR_FLOATS)]
         self.layers = torch.nn.ParameterList(
-            torch.nn.Parameter(torch.full((size,), 0.5)) for size in sizes
+            torch.nn.Parameter(_tensor(number, size)) for number, size in enumerate(sizes)
         )
         self.pulse = torch.nn.Parameter(torch.ones(1))
-        for tensor in self.layers:
-            tensor.data[::_STRIDE] = 0.0
 
     def forward(self, labels: Any = None) -> dict[str, torch.Tensor]:
         """The work of a step is a pause: no contestant competes with it for the processor."""
@@ -48,11 +56,11 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, model: Model) -> None:
         super().__init__(model.parameters(), {"lr": 1e-3})
+        numbers = itertools.count(len(model.layers))
         for tensor in model.layers:
-            for name in _MOMENTS:
-                moment = torch.full_like(tensor, 0.5, requires_grad=False)
-                moment[::_STRIDE] = 0.0
-                self.state[tensor][name] = moment
+            self.state[tensor].update(
+                {name: _tensor(next(numbers), tensor.numel()) for name in _MOMENTS}
+            )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
