@@ -32,8 +32,9 @@ and, with :mod:`testkit.emulators.store_server`::
                                 ``clear``; ``at`` is one of POINTS
     flip?match=/data/&times=1
                                 flip one bit of the body before the store reads it
-    pace?connection_bytes_per_s=1000000&total_bytes_per_s=4000000
-                                limit the rate of bodies and responses; 0 is no limit
+    pace?connection_bytes_per_s=1000000&total_bytes_per_s=4000000&latency_s=0.03
+                                limit the rate of bodies and responses, and wait before each response;
+                                0 is no limit
 
 A store can have further commands.
 """
@@ -203,6 +204,7 @@ class StoreControl:
         self._record: list[tuple[str, str]] = []
         self.connection_bytes_per_s = 0.0
         self.total_bytes_per_s = 0.0
+        self.latency_s = 0.0
         self.over.set()
         self.over = threading.Event()
 
@@ -298,6 +300,7 @@ class StoreControl:
             elif name == "pace":
                 self.connection_bytes_per_s = float(call.parameter("connection_bytes_per_s") or 0)
                 self.total_bytes_per_s = float(call.parameter("total_bytes_per_s") or 0)
+                self.latency_s = float(call.parameter("latency_s") or 0)
             elif not self._store_order(name, call):
                 return StoreResponse(400, b"no such order")
         return StoreResponse(200, b"{}")

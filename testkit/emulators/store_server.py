@@ -98,6 +98,7 @@ class _Handler(socketserver.BaseRequestHandler):
         scheme = "https" if self.server.context else "http"
         call = Call(method, path, query, headers, body, scheme)
         response = self._control.handle(call)
+        self._control.over.wait(self._control.latency_s)
         self._break_here(kind, at, "before_answer")
         return self._send(call, response, kind if at == "in_answer" else "")
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,88 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swansong import layout
-from swansong.layout import FileEntry, RankManifest
 
 from testkit.rig import Process, Vm
-from testkit.staged import write_files
+from testkit.scripted_rank import ScriptedRank
 from testkit.waiting import until
 
 SETTINGS = {"flush": {"background_bytes_per_s": 100_000}}
-
-
-class Rank:
-    """The only rank of a VM, scripted message by message.
-
-    Args:
-        start_id: of the start that it belongs to; empty for a start over several VMs, see :meth:`begin`.
-    """
-
-    def __init__(self, vm: Vm, node: int, nodes: int = 2, start_id: str = "") -> None:
-        self.vm, self.node, self.nodes = vm, node, nodes
-        self.start_id = start_id
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.socket.settimeout(30)
-        self.socket.connect(str(vm.socket))
-        self.send(
-            type="hello",
-            run="run",
-            rank=node,
-            world_size=nodes,
-            node=node,
-            nodes=nodes,
-            step=1,
-            start_id=start_id,
-            capabilities=["follow_ups"],
-        )
-        self.receive("welcome")
-
-    def begin(self, start_id: str) -> None:
-        """Begin a start of the job, as the hooks do once all ranks have met."""
-        self.start_id = start_id
-        self.send(type="finish", start_id=start_id)
-        self.receive("finished")
-        self.send(type="begin", start_id=start_id)
-
-    def send(self, **message: Any) -> None:
-        self.socket.send(json.dumps(message).encode())
-
-    def receive(self, kind: str) -> dict[str, Any]:
-        """The next message of this kind."""
-        while True:
-            message: dict[str, Any] = json.loads(self.socket.recv(65536))
-            if message["type"] == kind:
-                return message
-
-    def seal(self, step: int, request_id: str = "", *, size_bytes: int = 1000) -> None:
-        """Seal this VM's part of a checkpoint, as the hooks do."""
-        shard = f"rank-{self.node:05d}/model.bin"
-        manifest = RankManifest(
-            run="run",
-            step=step,
-            kind="emergency" if request_id else "periodic",
-            files=[FileEntry(shard, size_bytes)],
-            rank=self.node,
-            world_size=self.nodes,
-            node=self.node,
-            nodes=self.nodes,
-            request_id=request_id,
-            start_id=self.start_id,
-        )
-        sealed = self.vm.run_directory / layout.sealed_name(step, "abc")
-        content = {
-            shard: bytes([self.node]) * size_bytes,
-            layout.rank_manifest_name(self.node): manifest.encode(),
-        }
-        write_files(sealed.with_name(layout.partial_name(sealed.name)), content).rename(sealed)
-        self.send(
-            type="sealed",
-            step=step,
-            directory=sealed.name,
-            save_s=0.1,
-            size_bytes=size_bytes,
-            request_id=request_id,
-        )
 
 
 class Pair:
@@ -111,9 +34,9 @@ class Pair:
         self.vms = [new_vm(name, store, settings=SETTINGS, **options) for name in ("a", "b")]
         for vm in self.vms:
             vm.start_daemon()
-        self.ranks = [Rank(vm, node) for node, vm in enumerate(self.vms)]
+        self.ranks = [ScriptedRank(vm, node) for node, vm in enumerate(self.vms)]
         for rank in self.ranks:
-            opened.enter_context(rank.socket)
+            opened.enter_context(rank)
         self.begin("first", generation=1)
         for rank in self.ranks:
             rank.seal(5)
@@ -217,8 +140,8 @@ def test_a_restarted_survivor_resumes_from_the_set_that_both_vms_sealed(
     pair.ranks[1].seal(9, size_bytes=4_000_000)
     until(lambda: second.status()["pending_bytes"] > 0, timeout_s=40, what="a flush")
     pair.ranks[1].socket.close()
-    alone = Rank(second, 0, nodes=1, start_id="second")
-    opened.enter_context(alone.socket)
+    alone = ScriptedRank(second, 0, nodes=1, start_id="second")
+    opened.enter_context(alone)
     alone.send(type="restore_query", query_id="q", start_id="second")
     restored = alone.receive("restored")
     assert (restored["step"], restored["error"]) == (9, "")
@@ -231,8 +154,8 @@ def test_a_vm_that_the_job_has_left_behind_reports_it(pair: Pair, opened: ExitSt
     """State, command and exit code report the generation of the VM that continues the run, immediately."""
     first, second = pair.vms
     pair.ranks[1].socket.close()
-    alone = Rank(second, 0, nodes=1, start_id="second")
-    opened.enter_context(alone.socket)
+    alone = ScriptedRank(second, 0, nodes=1, start_id="second")
+    opened.enter_context(alone)
     until(lambda: second.status()["generation"] == 2, timeout_s=40, what="a generation for one VM")
     pair.ranks[0].seal(7)
     until(lambda: first.status()["state"] == "FENCED", timeout_s=40)
