@@ -19,6 +19,7 @@ _GENERATION = re.compile(r"([0-9]{8})\.json")
 _FAREWELL = re.compile(r"([0-9]{8})-[0-9A-Za-z-]{1,100}\.json")
 _FINAL = "-final"
 _COMMIT = re.compile(rf"([0-9]{{8}})/([0-9]{{12}})({_FINAL})?/([0-9]{{5}})-of-([0-9]{{5}})\.json")
+_SUSPECT = re.compile(rf"[0-9]{{8}}/[0-9]{{12}}(?:{_FINAL})?/([0-9]{{5}})\.json")
 _PIN = re.compile(r"(?!.*\.[0-9a-f]{32}\.json)([A-Za-z0-9][A-Za-z0-9._-]{0,99})\.json")
 _CHUNK = re.compile(r"([0-9]{8})/([0-9a-f]{64})-[0-9a-z]{1,32}")
 _DATA = re.compile(r"[^/]+/(probes/[^/]+/)?data/.*", re.DOTALL)
@@ -62,6 +63,10 @@ class RunKeys:
     @property
     def resumptions(self) -> str:
         return f"{self.run}/resumptions/"
+
+    @property
+    def suspects(self) -> str:
+        return f"{self.run}/suspects/"
 
     @property
     def pins(self) -> str:
@@ -115,8 +120,14 @@ class RunKeys:
 
     def parts(self, ref: CommitRef) -> str:
         """Prefix of the keys of all manifests of one checkpoint."""
-        final = _FINAL if ref.is_final else ""
-        return f"{self.commits}{_generation(ref.generation)}/{_step(ref.step)}{final}/"
+        return f"{self.commits}{_checkpoint(ref)}"
+
+    def suspects_of(self, ref: CommitRef) -> str:
+        """Prefix of the marks of suspect shares of one checkpoint."""
+        return f"{self.suspects}{_checkpoint(ref)}"
+
+    def suspect(self, ref: CommitRef, node: int) -> str:
+        return f"{self.suspects_of(ref)}{_node(node, 'node')}.json"
 
     def farewell(self, generation: int, stamp: str) -> str:
         return f"{self.farewell_prefix(generation)}{stamp}.json"
@@ -157,6 +168,11 @@ class RunKeys:
         ref = CommitRef(generation, step, is_final=match[3] is not None)
         return CommitKey(ref=ref, node=node, nodes=nodes)
 
+    def parse_suspect(self, key: str) -> int | None:
+        """The node of a suspect share."""
+        match = _SUSPECT.fullmatch(key.removeprefix(self.suspects))
+        return int(match[1]) if match and key.startswith(self.suspects) else None
+
     def parse_chunk(self, key: str) -> int | None:
         """The generation of a chunk."""
         match = _CHUNK.fullmatch(key.removeprefix(self.data))
@@ -187,6 +203,11 @@ def _generation(generation: int) -> str:
 
 def _step(step: int) -> str:
     return f"{bounds.integer(step, 'step', 0, bounds.STEP_MAX):012d}"
+
+
+def _checkpoint(ref: CommitRef) -> str:
+    final = _FINAL if ref.is_final else ""
+    return f"{_generation(ref.generation)}/{_step(ref.step)}{final}/"
 
 
 def _node(number: int, field: str) -> str:

@@ -56,6 +56,8 @@ IN_MEMORY_BYTES = 64 * 2**20
 Decoded manifests take about twice this size."""
 READS = 16
 """Number of commits that :func:`load_each` reads in parallel."""
+MANIFEST_READS = 8
+"""Number of manifests of one commit that are read in parallel."""
 EXAMINE_CPU_S = 60.0
 """Limit of the processor time for the manifests of one commit, without the time of requests."""
 WITNESSES_MAX = 5
@@ -203,7 +205,9 @@ def load(store: ObjectStore, keys: RunKeys, commit: Commit) -> tuple[Manifest, .
 
 
 def each_manifest(store: ObjectStore, keys: RunKeys, commit: Commit) -> Iterator[Manifest]:
-    """Read the manifests of the commit, by node, one at a time: many VMs have hundreds of megabytes of them.
+    """Read the manifests of the commit, by node.
+
+    A few are read in parallel, and only :data:`IN_MEMORY_BYTES` of them: many VMs have hundreds of megabytes.
 
     Raises:
         UnreadableError: the store refuses a manifest, and returns other objects.
@@ -218,12 +222,40 @@ def each_manifest(store: ObjectStore, keys: RunKeys, commit: Commit) -> Iterator
             f"its manifests have {commit.size_bytes} bytes; the limit is {limit_bytes}"
         )
     began_s = time.thread_time()
-    for node in sorted(commit.manifest_keys):
-        yield load_node(store, keys, commit, node)
-        if time.thread_time() - began_s > EXAMINE_CPU_S:
-            raise CorruptError(
-                f"its manifests cost more than {EXAMINE_CPU_S:g} s of processor time"
-            )
+    for nodes in _batches(commit):
+        for node, data in _bytes_of(store, keys, commit, nodes).items():
+            yield _decoded(keys, commit, node, data)
+            if time.thread_time() - began_s > EXAMINE_CPU_S:
+                raise CorruptError(
+                    f"its manifests cost more than {EXAMINE_CPU_S:g} s of processor time"
+                )
+
+
+def _batches(commit: Commit) -> Iterator[list[int]]:
+    """The nodes whose manifests are read at the same time."""
+    batch: list[int] = []
+    batch_bytes = 0
+    for node, info in sorted(commit.manifests.items()):
+        is_full = len(batch) == MANIFEST_READS or batch_bytes + info.size_bytes > IN_MEMORY_BYTES
+        if batch and is_full:
+            yield batch
+            batch, batch_bytes = [], 0
+        batch.append(node)
+        batch_bytes += info.size_bytes
+    yield batch
+
+
+def _bytes_of(
+    store: ObjectStore, keys: RunKeys, commit: Commit, nodes: Sequence[int]
+) -> dict[int, bytes]:
+    """The bytes of the manifests of some nodes, by node."""
+    found = dict.fromkeys(nodes, b"")
+
+    def read(node: int) -> None:
+        found[node] = _read(store, keys, commit, node)
+
+    parallel(nodes, read, threads=len(nodes))
+    return found
 
 
 def load_node(store: ObjectStore, keys: RunKeys, commit: Commit, node: int) -> Manifest:
@@ -232,11 +264,18 @@ def load_node(store: ObjectStore, keys: RunKeys, commit: Commit, node: int) -> M
     Raises:
         CorruptError, StoreError: as for :func:`load`.
     """
+    return _decoded(keys, commit, node, _read(store, keys, commit, node))
+
+
+def _read(store: ObjectStore, keys: RunKeys, commit: Commit, node: int) -> bytes:
     what = f"the manifest of node {node}"
     try:
-        data = content(store, commit.manifest_keys[node], what)
+        return content(store, commit.manifests[node].key, what)
     except Permanent as error:
         raise refused(store, keys, commit.ref.generation, what, error) from error
+
+
+def _decoded(keys: RunKeys, commit: Commit, node: int, data: bytes) -> Manifest:
     with _decoding:
         manifest = decode(data)
     place = (manifest.run, manifest.ref, manifest.node, manifest.nodes)

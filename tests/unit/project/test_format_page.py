@@ -94,6 +94,7 @@ def test_every_key_of_the_code_has_a_form_on_the_page() -> None:
         KEYS.commit(replace(REF, is_final=True), 0, 2),
         KEYS.farewell(7, "20261121T024201Z-0af1"),
         KEYS.resumption(7),
+        KEYS.suspect(REF, 0),
         KEYS.pin("paper"),
         f"{KEYS.probes}doctor-0af1/",
     ]

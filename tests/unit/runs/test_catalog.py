@@ -16,6 +16,7 @@ from swansong_bucket.errors import CorruptError
 from swansong_bucket.format import claim, manifest, wall
 from swansong_bucket.format.claim import ClaimObject
 from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.format.manifest import Manifest
 from swansong_bucket.loss_records import History
 from swansong_bucket.model import CheckpointKind, CommitRef, Verdict
 from swansong_bucket.runs import catalog
@@ -250,15 +251,44 @@ def test_a_commit_that_costs_too_much_processor_time_is_refused(
     monkeypatch.setattr(FileStore, "get", slow)
     assert len(catalog.load(store, KEYS, found)) == 2
 
-    def busy(self: FileStore, key: str) -> bytes:
+    def busy(data: bytes) -> Manifest:
         began_s = time.thread_time()
         while time.thread_time() - began_s < 0.2:
             pass
-        return get(self, key)
+        return manifest.decode(data)
 
-    monkeypatch.setattr(FileStore, "get", busy)
+    monkeypatch.setattr(catalog, "decode", busy)
     with pytest.raises(CorruptError, match="processor time"):
         catalog.load(store, KEYS, found)
+
+
+@pytest.mark.parametrize("in_memory_bytes", [catalog.IN_MEMORY_BYTES, 1])
+def test_manifests_of_one_commit_are_read_in_parallel(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, in_memory_bytes: int
+) -> None:
+    """A job over many VMs waits for a few requests, not for one after the other; memory stays limited."""
+    nodes = 2 * catalog.MANIFEST_READS
+    for node in range(nodes):
+        commit(store, {f"n{node}": b"x"}, node=node, nodes=nodes)
+    (found,) = catalog.list_commits(store, KEYS)
+    at_once = catalog.MANIFEST_READS if in_memory_bytes > 1 else 1
+    together, events, get = threading.Barrier(at_once), list[str](), FileStore.get
+
+    def met(self: FileStore, key: str) -> bytes:
+        events.append("read")
+        together.wait(20)
+        return get(self, key)
+
+    def decoded(data: bytes) -> Manifest:
+        events.append("decoded")
+        return manifest.decode(data)
+
+    monkeypatch.setattr(catalog, "IN_MEMORY_BYTES", in_memory_bytes)
+    monkeypatch.setattr(catalog, "decode", decoded)
+    monkeypatch.setattr(FileStore, "get", met)
+    assert [each.node for each in catalog.load(store, KEYS, found)] == list(range(nodes))
+    batch = ["read"] * at_once + ["decoded"] * at_once
+    assert events == batch * (nodes // at_once)
 
 
 def a_claim(generation: int) -> ClaimObject:

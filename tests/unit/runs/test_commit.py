@@ -418,3 +418,74 @@ def test_a_manifest_that_no_reader_would_accept_is_not_written(
     with pytest.raises(BoundsError):
         create(store, replace(a_manifest(), **unusable))
     assert not store.objects
+
+
+NODES = commit.MANIFESTS_READ + 1
+
+
+def commit_of(store: MemoryStore, nodes: int, *, suspect: int | None = None) -> catalog.Commit:
+    """A checkpoint of this many VMs, of which one may have had a failed GPU."""
+    commit.claim_generation(store, KEYS, start_id="us", identity={})
+    for node in range(nodes):
+        health = {} if node != suspect else {"gpu_is_sound": 0.0}
+        create(store, replace(a_manifest(), node=node, nodes=nodes, health=health))
+    (found,) = catalog.list_commits(store, KEYS)
+    return found
+
+
+@pytest.mark.parametrize("suspect", range(NODES))
+def test_one_suspect_share_of_a_large_job_is_seen_by_its_mark(
+    monkeypatch: pytest.MonkeyPatch, suspect: int
+) -> None:
+    """Also if the sample of manifests does not contain it."""
+    store = MemoryStore()
+    found = commit_of(store, NODES, suspect=suspect)
+    monkeypatch.setattr(
+        "random.sample", lambda nodes, count: [n for n in nodes if n != suspect][:count]
+    )
+    assert not commit.are_all_sound(store, KEYS, found)
+
+
+def test_a_damaged_manifest_of_a_large_job_is_found_if_it_is_in_the_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All VMs together read all manifests, with great probability."""
+    store = MemoryStore()
+    found = commit_of(store, NODES)
+    monkeypatch.setattr("random.sample", lambda nodes, count: nodes[-count:])
+    assert commit.are_all_sound(store, KEYS, found)
+    store.put(found.manifest_keys[NODES - 1], b"{}")
+    with pytest.raises(CorruptError):
+        commit.are_all_sound(store, KEYS, found)
+
+
+def test_a_verdict_costs_each_vm_of_a_large_job_the_same_requests() -> None:
+    """The requests of all VMs do not grow with the square of their number."""
+    costs = []
+    for nodes in (NODES, 4 * NODES):
+        store = MemoryStore()
+        found = commit_of(store, nodes)
+        before = len(store.requests)
+        assert commit.are_all_sound(store, KEYS, found)
+        costs.append(len(store.requests) - before)
+    assert costs == [commit.MANIFESTS_READ + 1] * 2
+
+
+def test_the_mark_of_a_suspect_share_precedes_its_manifest() -> None:
+    """Without the mark there is no manifest, so no VM can find the checkpoint whole and miss the mark."""
+    store = MemoryStore()
+    commit.claim_generation(store, KEYS, start_id="us", identity={})
+    made = replace(a_manifest(), nodes=NODES, health={"gpu_is_sound": 0.0})
+
+    def refuse(what: str, key: str) -> None:
+        if what == "put" and key.startswith(KEYS.suspects):
+            raise Transient("no")
+
+    store.before = refuse
+    with pytest.raises(Transient):
+        create(store, made)
+    assert not catalog.list_commits(store, KEYS)
+    store.before = lambda *_: None
+    create(store, made)
+    create(store, made)  # after a lost reply: the mark exists
+    assert len(catalog.list_commits(store, KEYS)) == 1
