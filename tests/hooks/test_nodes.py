@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import swansong
+from swansong._ranks import position
 from swansong._ranks.agreement import Agreement, Ranks
 from swansong._ranks.choice import RestoreChoice
 from swansong._ranks.job_store import JobStore, open_job_store
@@ -58,6 +61,8 @@ class Rank:
         self.may_begin.set()
         self.daemon_answer: Callable[[str], Finished] = Finished
         """Returns the answer of the daemon about the sets of earlier starts, by the id of the next start."""
+        self.passes_on: list[Rank] = []
+        """The ranks to which its daemon passes the call of another VM on."""
         self.is_stuck = threading.Event()
         self.stop = threading.Event()
         self._random = random.Random(seed)
@@ -69,6 +74,10 @@ class Rank:
 
     def _send_daemon(self, message: Message) -> None:
         self.sent.append(message)
+        if isinstance(message, PeerRequest):
+            call = Request(message.request_id, message.reason, message.seconds_left)
+            for rank in self.passes_on:
+                rank.rounds.request(call)
         if isinstance(message, Finish) and self.may_begin.is_set():
             self.rendezvous.finished(self.daemon_answer(message.start_id))
 
@@ -116,6 +125,7 @@ class Job:
             Rank(
                 Ranks(
                     rank=rank,
+                    local_rank=rank % local,
                     world_size=nodes * local,
                     local_world_size=local,
                     node=rank // local,
@@ -233,6 +243,53 @@ def test_the_stores_have_one_contract(connect: Callable[[], JobStore]) -> None:
     assert one.get("decision") == b"third"
     assert one.compare_set("never", "something", "else") == b"something"
     assert not other.check(["never"])
+
+
+@pytest.mark.fault("T12")
+def test_in_a_large_job_one_rank_of_each_vm_looks_for_calls(store: MemoryJobStore) -> None:
+    """Its daemon passes an urgent call on to the other ranks, so they take part at once."""
+    job = Job(store.connect, nodes=3, local=3)
+    for rank in job.ranks:
+        if rank.ranks.local_rank:
+            rank.rendezvous.call_poll_s = 1000.0
+        else:
+            rank.passes_on = job.on(rank.ranks.node)
+    with job:
+        job.request("a")
+        job.wait_sealed("a")
+        assert job.assert_together() == 1
+
+
+def test_the_polls_of_a_large_job_fit_its_store_and_the_time() -> None:
+    """1,000 VMs with 8 ranks each find a call within 0.5 s, and poll less than 4,000 times a second."""
+    at = [Ranks(local, local, 8000, 8, 0, 1000) for local in range(8)]
+    every_s = [Rendezvous(ranks, print, print).call_poll_s for ranks in at]
+    assert every_s[0] <= 0.5
+    assert 1000 * sum(1 / each_s for each_s in every_s) < 4000
+
+
+def test_the_positions_of_a_large_job_cost_each_rank_a_few_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """attach() fetches no list of all ranks, which all ranks together would fetch as its square."""
+    monkeypatch.setattr(position, "_exchanges", itertools.repeat(1))
+    vms, fetched = 20, Counter[str]()
+
+    class Counted(MemoryJobStore):
+        def get(self, key: str) -> bytes:
+            found = super().get(key)
+            fetched[threading.current_thread().name] += len(found)
+            return found
+
+    store = Counted()
+
+    def attach(rank: int) -> Ranks:
+        threading.current_thread().name = str(rank)
+        return position._exchange(store, rank, 2 * vms, ["boot", rank // 2])
+
+    found = in_threads(2 * vms, attach)
+    assert found == [Ranks(r, r % 2, 2 * vms, 2, r // 2, vms) for r in range(2 * vms)]
+    assert max(fetched[str(rank)] for rank in range(1, 2 * vms)) < 200
 
 
 @ALL_STORES

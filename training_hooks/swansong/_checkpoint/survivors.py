@@ -74,7 +74,7 @@ def save_without_lost_ranks(
             log.info("rank %s does not save its last step %s: %s", ranks.rank, step, why)
             return False
         lost = found.without(ranks.world_size)
-        place = Ranks.among(found.nodes, ranks.rank)
+        place = Ranks.among(found.nodes)[ranks.rank]
         write, missing = state.snapshot_without(lost, place)
         if missing:
             raise RuntimeError(_refusal(lost, missing))

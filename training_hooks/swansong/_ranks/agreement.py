@@ -13,6 +13,7 @@ import hashlib
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,23 +46,27 @@ class Ranks:
         return range(max(0, first), min(first + self.local_world_size, self.world_size))
 
     @classmethod
-    def among(cls, vms: Mapping[int, Hashable], rank: int) -> Ranks:
-        """Return the position of a rank in a job that has only these ranks, counted without gaps.
+    def among(cls, vms: Mapping[int, Hashable]) -> dict[int, Ranks]:
+        """Return, by rank, the positions in a job that has only these ranks, counted without gaps.
 
         Args:
             vms: by rank, in order, its VM.  The VMs are numbered in the order of their first ranks.
-            rank: a key of ``vms``.
         """
-        of_vm = [each for each in vms if vms[each] == vms[rank]]
-        in_order = list(dict.fromkeys(vms.values()))
-        return cls(
-            rank=list(vms).index(rank),
-            local_rank=of_vm.index(rank),
-            world_size=len(vms),
-            local_world_size=len(of_vm),
-            node=in_order.index(vms[rank]),
-            nodes=len(in_order),
-        )
+        sizes = Counter(vms.values())
+        nodes = {vm: node for node, vm in enumerate(sizes)}
+        on_vm: Counter[Hashable] = Counter()
+        places = {}
+        for number, (rank, vm) in enumerate(vms.items()):
+            places[rank] = cls(
+                rank=number,
+                local_rank=on_vm[vm],
+                world_size=len(vms),
+                local_world_size=sizes[vm],
+                node=nodes[vm],
+                nodes=len(nodes),
+            )
+            on_vm[vm] += 1
+        return places
 
     def in_manifest(self) -> dict[str, Any]:
         """Return this position as fields of a rank manifest."""

@@ -9,6 +9,7 @@ no GPU and disturbs no other communication.  A rank that does not call
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import logging
@@ -125,24 +126,27 @@ def _exchange(store: JobStore, rank: int, world_size: int, daemon: list[Any]) ->
         ),
         None,
     )
+    answer: dict[str, Any] = {"missing": missing}
     if rank == 0:
-        answer: dict[str, Any] = {"missing": missing}
+        answers = dict.fromkeys(range(world_size), answer)
         if missing is None:
-            daemons = [store.get(f"{key}/{other}").decode() for other in range(world_size)]
-            answer = {"daemons": daemons}
-        store.set(f"{key}/all", json.dumps(answer))
+            daemons = [store.get(f"{key}/{other}") for other in range(world_size)]
+            places = Ranks.among(dict(enumerate(daemons)))
+            answers = {other: dataclasses.asdict(place) for other, place in places.items()}
+        # One answer for each rank: one for all would grow with the job, and each rank would fetch it.
+        for other, each in answers.items():
+            store.set(f"{key}/{other}/answer", json.dumps(each))
+        answer = answers[0]
     elif missing is None:
-        limit_s = ATTACH_LIMIT_S + _ANSWER_LIMIT_S
-        is_there = wait_for_key(store, f"{key}/all", _NEVER, every_s=every_s, limit_s=limit_s)
-        answer = json.loads(store.get(f"{key}/all")) if is_there else {"missing": 0}
-    else:
-        answer = {"missing": missing}
+        own, limit_s = f"{key}/{rank}/answer", ATTACH_LIMIT_S + _ANSWER_LIMIT_S
+        is_there = wait_for_key(store, own, _NEVER, every_s=every_s, limit_s=limit_s)
+        answer = json.loads(store.get(own)) if is_there else {"missing": 0}
     if "missing" in answer:
         raise PositionError(
             f"attach() failed: rank {answer['missing']} of {world_size} did not call swansong.attach() within"
             f" {ATTACH_LIMIT_S:.0f} s; {_CALL_IT}"
         )
-    return Ranks.among(dict(enumerate(answer["daemons"])), rank)
+    return Ranks(**answer)
 
 
 def _has_attached(

@@ -67,6 +67,10 @@ class Rendezvous:
         self.closed = threading.Event()
         """Set when this rank leaves the job: ends all waits in the store."""
         self.poll_s = max(POLL_S, ranks.world_size / _POLLS_PER_S)
+        # The daemon passes an urgent call on to the other ranks of its VM.
+        self.call_poll_s = (
+            self.poll_s if ranks.local_rank else max(POLL_S, ranks.nodes / _POLLS_PER_S)
+        )
         self._changed = threading.Condition()
         self._met_id: str | None = None
         """Id of the rendezvous, from the moment when all ranks have met."""

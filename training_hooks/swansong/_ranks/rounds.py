@@ -34,6 +34,8 @@ from swansong.protocol import (
 DECISION_PART = 0.8
 """Part of the agreement limit that a round may take.  The training loop needs the rest to get the target."""
 _URGENT_POLL_S = 0.002
+_URGENT_POLLS_PER_S = 20_000.0
+"""Polls of a round by all ranks together: the job's store answers about 40,000 requests a second."""
 _RETRY_S = 0.5
 
 log = logging.getLogger("swansong")
@@ -78,7 +80,8 @@ def take_part(
         steps = store.multi_get([f"{key}/step/{each}" for each in range(world_size)])
         own: Decision = Target(request_id, max(int(value) for value in steps) + 1)
     else:
-        if wait_for_key(store, decision, stop, every_s=_URGENT_POLL_S, limit_s=limit_s):
+        every_s = max(_URGENT_POLL_S, world_size / _URGENT_POLLS_PER_S)
+        if wait_for_key(store, decision, stop, every_s=every_s, limit_s=limit_s):
             return _decision(store.get(decision))
         reason = f"rank {rank} waited {limit_s:.1f} s for the ranks of the other VMs"
         own = Declined(request_id, reason)
@@ -121,6 +124,8 @@ class RoundRunner:
         """Ids of the requests of this VM's daemon."""
         self._aliases: dict[str, list[str]] = {}
         """By the id of a call: further requests that its round answers."""
+        self._has_called = threading.Event()
+        """Set when this rank has called a round, and when it leaves the job."""
         self._calling = threading.Lock()
         self._calls: JobStore | None = None
         """Connection for calling rounds, opened before it is needed."""
@@ -134,6 +139,7 @@ class RoundRunner:
     def close(self) -> None:
         """Leave the job; blocks for at most 1 s until the thread has ended."""
         self._rendezvous.close()
+        self._has_called.set()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             # A thread inside torch at interpreter shutdown would crash the process.
             self._thread.join(1.0)
@@ -204,6 +210,7 @@ class RoundRunner:
             key = f"{rendezvous_id}/round/{number}/call"
             made = _call(store.compare_set(key, "", own))
             number += 1
+        self._has_called.set()
         if made.id != request.id:
             with self._lock:
                 self._aliases.setdefault(made.id, []).append(request.id)
@@ -228,10 +235,11 @@ class RoundRunner:
                 rendezvous.closed.wait(_RETRY_S)
 
     def _next_round(self, store: JobStore, key: str) -> None:
-        if not wait_for_key(
-            store, f"{key}/call", self._rendezvous.closed, every_s=self._rendezvous.poll_s
-        ):
-            return
+        while not store.check([f"{key}/call"]):
+            self._has_called.wait(self._rendezvous.call_poll_s)
+            self._has_called.clear()
+            if self._rendezvous.closed.is_set():
+                return
         call = _call(store.get(f"{key}/call"))
         received_mono_s = time.monotonic()
         with self._lock:
