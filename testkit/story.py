@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from swansong.layout import sealed_name
+from swansong.protocol import FromDaemon, Request
 from swansong_bucket.model import (
     CHUNK_BYTES_MAX,
     UNKNOWN_PARENT,
@@ -35,7 +36,6 @@ from swansong_bucket.model import (
 from swansongd.core import gpus, machine
 from swansongd.core.events import (
     Action,
-    AskTrainers,
     ClaimGeneration,
     CommitDone,
     CommitFailed,
@@ -49,6 +49,7 @@ from swansongd.core.events import (
     ProcessFound,
     RunRead,
     Scanned,
+    Send,
     SourceChanged,
     StartFlush,
     Tick,
@@ -70,7 +71,7 @@ from swansongd.observe.tally import Tally
 
 from testkit.committed import named_shard
 
-A = TypeVar("A", bound=Action)
+A = TypeVar("A", bound=Action | FromDaemon)
 MIB = 2**20
 
 
@@ -473,7 +474,13 @@ class Story:
         return status_of(self.snapshot())
 
     def all(self, kind: type[A]) -> list[A]:
-        return [action for action in self.actions if isinstance(action, kind)]
+        """The actions of this kind, or the messages of this kind to trainers."""
+        messages = [action.message for action in self.actions if isinstance(action, Send)]
+        return [each for each in (*self.actions, *messages) if isinstance(each, kind)]
+
+    def sent(self, kind: type[FromDaemon]) -> list[Send]:
+        """The messages of this kind, each with the connections that get it."""
+        return [sent for sent in self.all(Send) if isinstance(sent.message, kind)]
 
     def last(self, kind: type[A]) -> A:
         found = self.all(kind)
@@ -494,7 +501,7 @@ class Story:
 
     @property
     def request_id(self) -> str:
-        return self.last(AskTrainers).request_id
+        return self.last(Request).id
 
     @property
     def verdicts(self) -> list[str]:

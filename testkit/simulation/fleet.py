@@ -20,11 +20,11 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from swansong._ranks.rendezvous import has_all_shares
-from swansong.protocol import Finished, RestoreQuery
+from swansong.protocol import Finished, Request, RestoreQuery
 from swansong_bucket.errors import StoreError, Transient
 from swansong_bucket.format import manifest
 from swansong_bucket.format.manifest import chunks_of
@@ -42,7 +42,6 @@ from swansong_bucket.stores.base import ObjectInfo
 from swansongd.core import machine, resume
 from swansongd.core.events import (
     Action,
-    AskTrainers,
     CancelFlush,
     CheckComplete,
     ClaimGeneration,
@@ -58,10 +57,10 @@ from swansongd.core.events import (
     Rescan,
     RestoreAsked,
     Scanned,
+    Send,
     SetAside,
     StartBegun,
     StartFlush,
-    TellFinished,
     Tick,
     TrainerAccepted,
     TrainerAgreed,
@@ -288,11 +287,11 @@ class Vm:
 
     def _carry_out(self, action: Action) -> None:
         match action:
-            case AskTrainers(request_id, _, deadline_mono_s, connections):
+            case Send(Request(request_id, _, seconds_left), connections):
                 if self.connection in connections:
-                    self.fleet.asked(self, request_id, deadline_mono_s)
-            case TellFinished():
-                self.fleet.finished(self, action)
+                    self.fleet.asked(self, request_id, seconds_left)
+            case Send(Finished() as answer):
+                self.fleet.finished(self, answer)
             case StartFlush():
                 self._flush(action)
             case CancelFlush(flush_id):
@@ -461,10 +460,10 @@ class Fleet:
 
         self.at(delay_s, happens)
 
-    def finished(self, vm: Vm, action: TellFinished) -> None:
+    def finished(self, vm: Vm, answer: Finished) -> None:
         start = self.start
-        if start is not None and start.job_start_id == action.start_id:
-            start.finished[vm] = Finished(**asdict(action))
+        if start is not None and start.job_start_id == answer.start_id:
+            start.finished[vm] = answer
 
     def _await_finished(self, start: Start, give_up_s: float) -> None:
         if start is not self.start or start.is_over:
@@ -530,7 +529,7 @@ class Fleet:
         if vm.is_alive and start is self.start and not start.is_over:
             vm.seal(start, step, request_id)
 
-    def asked(self, vm: Vm, request_id: str, deadline_mono_s: float) -> None:
+    def asked(self, vm: Vm, request_id: str, seconds_left: float) -> None:
         """The daemon of one VM requests a checkpoint; the ranks of all VMs agree, or fail to."""
         start = self.start
         connection = vm.connection
@@ -560,11 +559,10 @@ class Fleet:
         while target in start.targets.values():
             target += 1
         start.targets[request_id] = target
-        left_s = deadline_mono_s - self.now
         for other in start.members:
             if other is not vm:
                 accepted = partial(TrainerAccepted, other.connection, request_id, step)
-                other.post(lambda: PeerRequested(request_id, "peer", left_s), 0.1)
+                other.post(lambda: PeerRequested(request_id, "peer", seconds_left), 0.1)
                 other.post(accepted, 0.05, after_s=0.1)
             other.post(lambda: TrainerAgreed(request_id, target), 0.1, after_s=0.2)
 

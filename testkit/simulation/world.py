@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from swansong.fields import PROCESS_PREFIX
-from swansong.protocol import RestoreQuery
+from swansong.protocol import Request, RestoreQuery, StartDrawn, Target, Withdrawn
 from swansong_bucket.errors import StoreError
 from swansong_bucket.format import claim as claims
 from swansong_bucket.format import manifest
@@ -41,7 +41,6 @@ from swansong_bucket.runs import commit
 from swansongd.core import followup, gpus, machine, resume, staged_sets
 from swansongd.core.events import (
     Action,
-    AskTrainers,
     CancelFlush,
     ClaimGeneration,
     CommitManifest,
@@ -61,7 +60,7 @@ from swansongd.core.events import (
     RestoreAsked,
     RolledBack,
     Scanned,
-    SendTarget,
+    Send,
     SetAside,
     SignalledExited,
     SignalRefused,
@@ -69,7 +68,6 @@ from swansongd.core.events import (
     SignalTrainer,
     StartBegun,
     StartFlush,
-    TellStart,
     Tick,
     TrainerAccepted,
     TrainerFailed,
@@ -77,7 +75,6 @@ from swansongd.core.events import (
     TrainerLeft,
     TrainerProgress,
     TrainerSealed,
-    WithdrawRequest,
 )
 from swansongd.core.request_ids import FOLLOW_UP
 from swansongd.core.state import Settings, StartState, State
@@ -127,7 +124,7 @@ FAULTS = (
 )  # fmt: skip
 
 
-_MOMENTS = (AskTrainers, ClaimGeneration, CommitManifest, Conclude, SendTarget, SignalTrainer)
+_MOMENTS = (Request, Target, ClaimGeneration, CommitManifest, Conclude, SignalTrainer)
 """A daemon dies most often right after one of these."""
 _MERIT = (Verdict.NO_TRAINING, Verdict.LOST, Verdict.PARTIAL, Verdict.SAFE)
 
@@ -497,7 +494,8 @@ class World:
         for action in actions:
             self._carry_out(action)
         self._wake_in_time()
-        is_moment = any(isinstance(action, _MOMENTS) for action in actions)
+        ordered = [each.message if isinstance(each, Send) else each for each in actions]
+        is_moment = any(isinstance(each, _MOMENTS) for each in ordered)
         if self.chance("restart", 0.05 if is_moment else 0.01):
             self.stop_daemon(self.random.choice((0.0, 0.0, self.delay_s(15.0))))
 
@@ -546,20 +544,20 @@ class World:
     def _carry_out(self, action: Action) -> None:
         trainer = self.trainer
         match action:
-            case AskTrainers(request_id, _, deadline_mono_s, connections):
+            case Send(Request(request_id, _, seconds_left), connections):
                 if FOLLOW_UP in request_id:
-                    self.follow_ups.setdefault(request_id, deadline_mono_s - self.now)
+                    self.follow_ups.setdefault(request_id, seconds_left)
                 for rank in self._ranks_of(connections):
                     self._asked(rank, request_id)
-            case SendTarget(request_id, target, connections):
+            case Send(Target(request_id, target), connections):
                 for rank in self._ranks_of(connections):
                     self._targeted(rank, request_id, target)
             case SignalTrainer(request_id):
                 self._signal(request_id)
-            case WithdrawRequest(request_id):
+            case Send(Withdrawn(request_id)):
                 if trainer is not None:
                     self._withdrawn(trainer, request_id)
-            case TellStart(start_id, connections):
+            case Send(StartDrawn(start_id), connections):
                 for rank in self._ranks_of(connections):
                     self._learns_start(rank, start_id)
             case StartFlush():

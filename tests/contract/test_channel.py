@@ -17,7 +17,6 @@ from swansong_bucket.errors import SwansongError
 from swansong_bucket.model import UNKNOWN_PARENT, Parent
 from swansongd.core.events import (
     StartBegun,
-    TellStart,
     TrainerAccepted,
     TrainerFailed,
     TrainerJoined,
@@ -27,7 +26,6 @@ from swansongd.core.events import (
 )
 from swansongd.trainers import connection
 from swansongd.trainers.admission import Reply
-from swansongd.trainers.translate import message_of
 
 from testkit import descriptors
 from testkit.channel_peer import Client, HeldChannel, PeerProcess, RunningChannel
@@ -92,7 +90,7 @@ def test_a_rank_learns_its_start_and_names_it_when_it_connects_again(
                 ("a", Parent("b", 7)),
                 ("", UNKNOWN_PARENT),
             ]
-            running.channel.send(*message_of(TellStart("a", (second.number,)), 0.0))
+            running.channel.send((second.number,), protocol.StartDrawn("a"))
             running.channel.send(None, protocol.Committed(1, 10))
             assert second.receive() == protocol.StartDrawn("a")
             assert first.receive() == protocol.Committed(1, 10)

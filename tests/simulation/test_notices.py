@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from swansong.protocol import Request
 from swansong_bucket.model import DeadlineQuality, Notice, Severity, Verdict
 from swansongd.core import notices
-from swansongd.core.events import Action, AskTrainers, Log, Mark, NoticeRaised, NoticeWithdrawn
+from swansongd.core.events import Action, Log, Mark, NoticeRaised, NoticeWithdrawn, Send
 
 from testkit.simulation.world import MIB, World, restart_alone
 from testkit.story import a_notice
@@ -40,7 +41,7 @@ class Unsteady(World):
         match action:
             case Mark(_, "notice", _):
                 self.opened.append(self.now)
-            case AskTrainers(request_id, is_urgent=True):
+            case Send(Request(request_id, urgency="emergency")):
                 self.requests.append(request_id)
             case Log(event=event) if event != "committed":
                 self.lines += 1

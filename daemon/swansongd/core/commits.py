@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from swansong_bucket.model import CheckpointId, CommitRef, Staged, VmPart, is_healthy, is_sound
 
-from swansongd.core import events, flight, learning, pace, request, staged_sets
+from swansongd.core import events, flight, learning, pace, ranks, request, staged_sets
 from swansongd.core.state import CommitState, Incomplete, StoredSet
 from swansongd.core.transition import Transition
 
@@ -124,7 +124,7 @@ def _record_whole(transition: Transition, ref: CommitRef, *, is_sound: bool) -> 
         commits = replace(commits, last_complete=ref, is_sound=is_sound)
     _put(transition, commits)
     request.record_whole(transition, ref)
-    transition.do(events.TellCommitted(ref))
+    ranks.tell_committed(transition, ref)
     staged_sets.record_whole(transition, ref)
 
 
@@ -143,7 +143,7 @@ def record_newest(transition: Transition, event: events.RunRead | events.Generat
     )
     _put(transition, read)
     if event.newest is not None:
-        transition.do(events.TellCommitted(event.newest))
+        ranks.tell_committed(transition, event.newest)
 
 
 def close_starts(transition: Transition, start_ids: Set[str]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from swansong.protocol import FromDaemon
 from swansong_bucket.loss_records import Conclusion
 from swansong_bucket.model import (
     UNKNOWN_PARENT,
@@ -407,22 +408,12 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class AskTrainers:
-    """Send the checkpoint request to these connections (idempotent by id)."""
+class Send:
+    """Send this message to trainers."""
 
-    request_id: str
-    reason: str
-    deadline_mono_s: float
-    connections: tuple[int, ...]
-    is_urgent: bool = True
-    """False for a precaution or a periodic checkpoint: training does not stop for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class SendTarget:
-    request_id: str
-    step: int
-    connections: tuple[int, ...]
+    message: FromDaemon
+    connections: tuple[int, ...] | None = None
+    """None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,45 +421,6 @@ class SignalTrainer:
     """Send the configured signal to the trainer process, if the process catches the signal."""
 
     request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class WithdrawRequest:
-    request_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class TellCommitted:
-    ref: CommitRef
-    connections: tuple[int, ...] | None = None
-    """None: all."""
-
-
-@dataclass(frozen=True, slots=True)
-class TellFenced:
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class TellFinished:
-    """This VM has committed all that earlier starts have sealed here."""
-
-    start_id: str
-    earlier: str = ""
-    """The newest earlier start, its lowest rank on this VM, and its number of VMs."""
-    first_rank: int = -1
-    nodes: int = 1
-    waits: bool = False
-    """The shares of other VMs of that start are missing."""
-
-
-@dataclass(frozen=True, slots=True)
-class TellStart:
-    """Tell ranks of this VM the start that their rank 0 has drawn."""
-
-    start_id: str
-    connections: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -590,8 +542,7 @@ class Exit:
 
 
 Action = (
-    AskTrainers | SendTarget | SignalTrainer | WithdrawRequest
-    | TellCommitted | TellFenced | TellFinished | TellStart
+    Send | SignalTrainer
     | StartFlush | CancelFlush | CommitManifest | ClaimGeneration
     | CheckComplete | CheckFence | Rescan
     | SetAside | Prune | Mark | Conclude | Log | Exit

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from swansong_bucket.model import MEASURES, UNKNOWN_PARENT, TrainerView, measures_of
+from swansong.protocol import Committed
+from swansong_bucket.model import MEASURES, UNKNOWN_PARENT, CommitRef, TrainerView, measures_of
 
-from swansongd.core.events import TellCommitted, TrainerFailed, TrainerLeft, TrainerProgress
+from swansongd.core.events import Send, TrainerFailed, TrainerLeft, TrainerProgress
 from swansongd.core.state import RankState
 from swansongd.core.transition import Transition
 
@@ -33,7 +34,15 @@ def record_joined(transition: Transition, trainer: TrainerView) -> None:
     _put(transition, (*others, trainer))
     newest = state.commits.last_complete
     if newest is not None:  # perhaps committed while the rank was not connected
-        transition.do(TellCommitted(newest, (trainer.connection,)))
+        tell_committed(transition, newest, (trainer.connection,))
+
+
+def tell_committed(
+    transition: Transition, newest: CommitRef, connections: tuple[int, ...] | None = None
+) -> None:
+    """Tell the ranks which whole commit is the newest."""
+    told = Committed(newest.generation, newest.step, newest.is_final)
+    transition.do(Send(told, connections))
 
 
 def _is_of_other_job(other: TrainerView, trainer: TrainerView) -> bool:

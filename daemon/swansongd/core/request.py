@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swansong import layout
+from swansong import layout, protocol
 from swansong_bucket.model import CheckpointId, CommitRef, Staged, first_start
 
 from swansongd.core import course, events, learning
@@ -25,15 +25,13 @@ def send(transition: Transition, request: CheckpointRequest, connections: tuple[
     deadline_mono_s = (
         request.agree_by_mono_s if request.is_periodic else transition.evacuation.deadline_mono_s
     )
-    transition.do(
-        events.AskTrainers(
-            request.request_id,
-            request.reason,
-            deadline_mono_s,
-            connections,
-            is_urgent=request.is_urgent,
-        )
+    message = protocol.Request(
+        request.request_id,
+        request.reason,
+        seconds_left=round(deadline_mono_s - transition.now, 3),
+        urgency="emergency" if request.is_urgent else "drain",
     )
+    transition.do(events.Send(message, connections))
 
 
 def record_joined(transition: Transition, connection: int, rank: int) -> None:
@@ -52,7 +50,8 @@ def record_accepted(transition: Transition, connection: int, request_id: str, st
     if trainer is None or request is None:
         return
     if request.target is not None:  # a rank that reconnected: the target is decided
-        transition.do(events.SendTarget(request_id, request.target, (connection,)))
+        target = protocol.Target(request_id, request.target)
+        transition.do(events.Send(target, (connection,)))
     elif trainer.rank in request.ranks:
         if trainer.rank not in request.accepted and not request.is_periodic:
             transition.mark("accepted", rank=trainer.rank, step=step)
@@ -94,7 +93,7 @@ def reconcile_target(transition: Transition, request: CheckpointRequest) -> None
         connections = tuple(
             t.connection for t in transition.state.connected if t.rank in request.ranks
         )
-        transition.do(events.SendTarget(request.request_id, target, connections))
+        transition.do(events.Send(protocol.Target(request.request_id, target), connections))
     elif expected > 1 and transition.now >= request.agree_by_mono_s:
         missing = sorted(request.ranks - request.accepted.keys())
         absent = expected - len(request.ranks)
@@ -133,7 +132,7 @@ def fail(transition: Transition, request: CheckpointRequest, reason: str) -> Non
 
 def withdraw(transition: Transition, request: CheckpointRequest, reason: str) -> None:
     """Release the ranks that wait for the target of this request."""
-    transition.do(events.WithdrawRequest(request.request_id, reason))
+    transition.do(events.Send(protocol.Withdrawn(request.request_id, reason)))
 
 
 def record_periodic(transition: Transition, request: CheckpointRequest) -> None:

@@ -30,6 +30,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from swansong.fields import PROCESS_PREFIX
+from swansong.protocol import Fenced, Finished, StartDrawn
 from swansong_bucket.model import Staged, Start, TrainerView, first_start
 
 from swansongd.core import (
@@ -50,9 +51,7 @@ from swansongd.core.events import (
     PredecessorFound,
     ProcessFound,
     Rescan,
-    TellFenced,
-    TellFinished,
-    TellStart,
+    Send,
     TrainerLeft,
     TrainerProgress,
 )
@@ -201,7 +200,7 @@ def _give_start(transition: Transition) -> None:
         _record_member(transition, trainer)
     if unnamed:
         connections = sorted(trainer.connection for trainer in unnamed)
-        transition.do(TellStart(start.id, tuple(connections)))
+        transition.do(Send(StartDrawn(start.id), tuple(connections)))
 
 
 def record_begun(transition: Transition, connection: int) -> None:
@@ -540,7 +539,7 @@ def record_finish_asked(transition: Transition, start_id: str) -> None:
     state = transition.state
     finishing = state.starts.finishing
     if state.start_of(start_id) is not None:
-        transition.do(TellFinished(start_id))  # to a rank that connected late or again
+        transition.do(Send(Finished(start_id)))  # to a rank that connected late or again
         return
     if finishing is not None and finishing.start_id == start_id:
         if finishing.waits is not None:
@@ -588,11 +587,11 @@ def _finish(transition: Transition) -> None:
 def _tell_finished(transition: Transition, finishing: Finishing) -> None:
     known = transition.state.starts.known
     earlier = next((s for s in reversed(known) if s.nodes > 1 and s.id != finishing.start_id), None)
-    answer = TellFinished(finishing.start_id, waits=bool(finishing.waits))
+    answer = Finished(finishing.start_id, waits=bool(finishing.waits))
     if earlier is not None and earlier.members:
         first_rank = min(earlier.members)
         answer = replace(answer, earlier=earlier.id, first_rank=first_rank, nodes=earlier.nodes)
-    transition.do(answer)
+    transition.do(Send(answer))
 
 
 def _close_earlier(transition: Transition, start_id: str) -> None:
@@ -641,7 +640,7 @@ def record_fence(transition: Transition, event: FenceFound) -> None:
         return
     close(transition, (start.id for start in state.starts.known))
     transition.log("error", "fenced", generation=state.generation, newer_generation=generation)
-    transition.do(TellFenced(generation))
+    transition.do(Send(Fenced(generation)))
     _put(transition, replace(transition.state.starts, fenced_by=generation))
     if event.in_mirror or not state.spans_vms:
         reason = f"generation {generation} has taken the run over"

@@ -26,7 +26,6 @@ from swansongd.config.config import Config, MetricsConfig
 from swansongd.core import gpus, lifecycle
 from swansongd.core.events import (
     Action,
-    AskTrainers,
     CancelFlush,
     CheckComplete,
     CheckFence,
@@ -43,18 +42,13 @@ from swansongd.core.events import (
     PredecessorDenied,
     Prune,
     Rescan,
-    SendTarget,
+    Send,
     SetAside,
     SignalTrainer,
     SourceChanged,
     StartFlush,
     StopRequested,
-    TellCommitted,
-    TellFenced,
-    TellFinished,
-    TellStart,
     Tick,
-    WithdrawRequest,
     WokeUp,
 )
 from swansongd.core.state import Predecessor, Settings, StartState, State
@@ -104,7 +98,6 @@ from swansongd.staging.seal import Scanner
 from swansongd.trainers import users
 from swansongd.trainers.channel import TrainerChannel
 from swansongd.trainers.signals import open_sender
-from swansongd.trainers.translate import message_of
 from swansongd.util import boot
 
 if TYPE_CHECKING:
@@ -423,16 +416,8 @@ class Service:
 
     def _carry_out(self, action: Action, now: float) -> None:
         match action:
-            case (
-                AskTrainers()
-                | SendTarget()
-                | WithdrawRequest()
-                | TellCommitted()
-                | TellFenced()
-                | TellFinished()
-                | TellStart()
-            ):
-                self._channel.send(*message_of(action, now))
+            case Send(message, connections):
+                self._channel.send(connections, message)
             case SignalTrainer():
                 assert self._signal_sender is not None
                 self._signal_sender.send(action.request_id)

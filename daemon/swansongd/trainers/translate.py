@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translates messages of the trainer channel to events, and actions to messages.  Pure."""
+"""Translates messages of the trainer channel to events.  Pure."""
 
 from __future__ import annotations
-
-import dataclasses
 
 from swansong import fields, protocol
 from swansong.protocol import Message
@@ -11,21 +9,14 @@ from swansong_bucket.model import UNKNOWN_PARENT, Parent, TrainerView, measures_
 from swansong_bucket.util.printable import printable
 
 from swansongd.core.events import (
-    AskTrainers,
     FinishAsked,
     PeerRequested,
-    SendTarget,
     StartBegun,
-    TellCommitted,
-    TellFenced,
-    TellFinished,
-    TellStart,
     TrainerAccepted,
     TrainerAgreed,
     TrainerFailed,
     TrainerProgress,
     TrainerSealed,
-    WithdrawRequest,
 )
 from swansongd.observe.facts import Observed, StepsCompared, StepsDigested
 
@@ -175,40 +166,3 @@ def refused(reason: str) -> bytes:
 def short(text: str) -> str:
     """``text``, cut for one log line."""
     return text if len(text) <= _TEXT_CHARS_MAX else f"{text[:_TEXT_CHARS_MAX]}..."
-
-
-ToTrainers = (
-    AskTrainers
-    | SendTarget
-    | WithdrawRequest
-    | TellCommitted
-    | TellFenced
-    | TellFinished
-    | TellStart
-)
-"""Actions that are messages to trainers."""
-
-
-def message_of(action: ToTrainers, now_mono_s: float) -> tuple[tuple[int, ...] | None, Message]:
-    """The connections to send to (None: all of them), and the message."""
-    match action:
-        case AskTrainers():
-            return action.connections, protocol.Request(
-                id=action.request_id,
-                reason=action.reason,
-                seconds_left=round(action.deadline_mono_s - now_mono_s, 3),
-                urgency="emergency" if action.is_urgent else "drain",
-            )
-        case SendTarget():
-            target = protocol.Target(request_id=action.request_id, step=action.step)
-            return action.connections, target
-        case WithdrawRequest():
-            return None, protocol.Withdrawn(request_id=action.request_id, reason=action.reason)
-        case TellCommitted(ref, connections):
-            return connections, protocol.Committed(ref.generation, ref.step, ref.is_final)
-        case TellFenced(generation):
-            return None, protocol.Fenced(generation=generation)
-        case TellFinished():
-            return None, protocol.Finished(**dataclasses.asdict(action))
-        case TellStart(start_id, connections):
-            return connections, protocol.StartDrawn(start_id=start_id)

@@ -6,11 +6,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from swansong.protocol import Request
 from swansong_bucket.model import CommitRef, Parent, Severity, Verdict
 from swansongd.core import arrival
 from swansongd.core.arrival import RECONNECT_S
 from swansongd.core.events import (
-    AskTrainers,
     Conclude,
     Exit,
     Mark,
@@ -53,7 +53,7 @@ def test_the_wait_ends_when_no_checkpoint_fits_any_more() -> None:
     assert story.verdicts == ["NO_TRAINING None"]
     assert story.last(Conclude).slack_s == pytest.approx(4.9)
     story.join()
-    assert not story.all(AskTrainers)
+    assert not story.all(Request)
     story.wait(4)
     assert story.verdicts[1:] == ["LOST None"], "there is training now, and the run has no commit"
 

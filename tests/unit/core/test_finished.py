@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import pytest
+from swansong.protocol import Committed, Request
 from swansong_bucket.model import CheckpointKind, CommitRef, Severity
-from swansongd.core.events import AskTrainers, CommitManifest, Prune, RestoreAsked
+from swansongd.core.events import CommitManifest, Prune, RestoreAsked
 from swansongd.core.transition import LOGIND_SOURCE
 
 from testkit.story import Story, a_set, joined
@@ -30,6 +31,7 @@ def test_the_end_is_committed_beside_a_checkpoint_of_its_step() -> None:
     periodic = story.commit(9, start_id=START)
     story.commit(9, "end", is_final=True, start_id=START)
     assert story.state.commits.last_complete == CommitRef(2, 9, is_final=True)
+    assert story.last(Committed).is_final, "the trainer waits for this message"
     assert story.last(CommitManifest).staged.kind is CheckpointKind.FINAL
     assert story.last(Prune).directories == (periodic.directory,)
 
@@ -52,7 +54,7 @@ def test_a_notice_after_the_end_is_safe_at_once() -> None:
         story.notice()
         story.scan()
         assert story.verdicts == ["SAFE generation 2 step 9 (final)"]
-        assert not story.all(AskTrainers)
+        assert not story.all(Request)
 
 
 def test_a_notice_while_the_end_is_flushed_asks_no_trainer() -> None:
@@ -63,7 +65,7 @@ def test_a_notice_while_the_end_is_flushed_asks_no_trainer() -> None:
     assert not story.verdicts
     story.store_all()
     assert story.verdicts == ["SAFE generation 2 step 9 (final)"]
-    assert not story.all(AskTrainers)
+    assert not story.all(Request)
 
 
 def test_a_shutdown_waits_for_the_manifest_of_a_set_that_is_removed() -> None:
@@ -104,7 +106,7 @@ def test_a_script_that_trains_on_is_asked() -> None:
     story.join(2, step=9, start_id="start-2")
     story.progress(12, 2)
     story.notice()
-    assert story.last(AskTrainers).connections == (2,)
+    assert story.sent(Request)[-1].connections == (2,)
     story.leave(2)
     story.scan()
     assert story.verdicts == ["PARTIAL generation 2 step 9 (final)"]
@@ -126,4 +128,4 @@ def test_a_start_of_a_finished_run_that_trains_nothing_loses_nothing() -> None:
 def test_a_finished_run_gets_no_periodic_request() -> None:
     story = finished()
     story.wait(7200)
-    assert not story.all(AskTrainers)
+    assert not story.all(Request)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from enum import Enum
 
 import pytest
-from swansong.protocol import Hello
+from swansong.protocol import Hello, Request, Withdrawn
 from swansong_bucket.model import (
     PEER_SOURCE,
     CommitRef,
@@ -22,7 +22,6 @@ from swansong_bucket.model import (
 from swansongd import sources
 from swansongd.core import followup, gpus
 from swansongd.core.events import (
-    AskTrainers,
     CancelFlush,
     Conclude,
     FlushProgress,
@@ -37,7 +36,6 @@ from swansongd.core.events import (
     TrainerFailed,
     TrainerProgress,
     TrainerSealed,
-    WithdrawRequest,
 )
 from swansongd.core.request_ids import FOLLOW_UP
 from swansongd.core.schedule import INTERVAL_MIN_S
@@ -51,8 +49,8 @@ STEP_S = 0.5
 RESERVE_S = 5.0
 
 
-def asks(story: Story) -> list[AskTrainers]:
-    return [ask for ask in story.all(AskTrainers) if FOLLOW_UP in ask.request_id]
+def asks(story: Story) -> list[Request]:
+    return [ask for ask in story.all(Request) if FOLLOW_UP in ask.id]
 
 
 def marks(story: Story) -> list[str]:
@@ -123,7 +121,7 @@ def test_follow_ups_are_committed_until_no_more_fits() -> None:
     deadline_mono_s = story.evacuation.deadline_mono_s
     last_step = train(story, deadline_mono_s)
     assert len(asks(story)) >= 3
-    assert all(ask.is_urgent for ask in asks(story))
+    assert all(ask.urgency == "emergency" for ask in asks(story))
     assert [word.split()[0] for word in story.verdicts] == ["SAFE"] * (1 + len(asks(story)))
     last = story.all(Conclude)[-1]
     assert last.commit == story.state.commits.last
@@ -131,7 +129,7 @@ def test_follow_ups_are_committed_until_no_more_fits() -> None:
     assert last.commit is not None
     assert last_step - last.commit.step < 20
     assert marks(story).count("follow_up") == len(asks(story))
-    assert len({ask.request_id for ask in asks(story)}) == len(asks(story))
+    assert len({ask.id for ask in asks(story)}) == len(asks(story))
 
 
 @pytest.mark.fault("X01")
@@ -194,7 +192,7 @@ def test_a_follow_up_that_fails_changes_no_verdict(end: str) -> None:
         assert FOLLOW_UP not in story.request_id, "the shutdown has a request of its own"
     assert story.verdicts == before
     assert story.state.commits.last_complete == commit
-    assert asks(story)[0].request_id in {order.request_id for order in story.all(WithdrawRequest)}
+    assert asks(story)[0].id in {order.request_id for order in story.all(Withdrawn)}
 
 
 def test_after_a_failure_the_next_one_waits_and_the_last_one_comes() -> None:
@@ -394,7 +392,7 @@ def test_a_distant_end_leaves_the_time_before_to_periodic_checkpoints() -> None:
     assert not asks(story)
     train(story, deadline_mono_s, step=step)
     assert asks(story)
-    assert not [ask for ask in story.all(AskTrainers) if ask.request_id.startswith("periodic-")][1:]
+    assert not [ask for ask in story.all(Request) if ask.id.startswith("periodic-")][1:]
 
 
 def test_early_shards_of_a_follow_up_are_sent_during_the_save() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from swansong import bounds
+from swansong.protocol import Request, Withdrawn
 from swansong_bucket.model import (
     GPU_IS_SOUND,
     CommitRef,
@@ -19,7 +20,6 @@ from swansong_bucket.model import (
 )
 from swansongd.core import arrival, machine
 from swansongd.core.events import (
-    AskTrainers,
     CommitManifest,
     Conclude,
     Log,
@@ -27,7 +27,6 @@ from swansongd.core.events import (
     NoticeRaised,
     RunRead,
     SignalTrainer,
-    WithdrawRequest,
 )
 from swansongd.core.gpus import KNOWN_MAX, SOURCE
 from swansongd.core.planner import choose
@@ -82,7 +81,7 @@ def test_a_failed_gpu_flushes_what_is_sealed_and_asks_for_nothing(health: GpuHea
     assert plans(story) == ["FLUSH"]
     story.store_all()
     assert story.conclude() == ["PARTIAL generation 2 step 4"]
-    assert not story.all(AskTrainers)
+    assert not story.all(Request)
 
 
 @pytest.mark.fault("X01")
@@ -140,7 +139,7 @@ def test_suspect_training_that_reconnects_during_a_request_is_not_asked() -> Non
     story.join(5, rank=1, ranks=2, pid=70, start_id="other")
     story.notice(SPOT_S)
     story.join(6, ranks=2, pid=first.pid, start_id="first")
-    assert {each for order in story.all(AskTrainers) for each in order.connections} == {5}
+    assert {sent.connections for sent in story.sent(Request)} == {(5,)}
 
 
 @pytest.mark.fault("X01")
@@ -150,13 +149,13 @@ def test_a_request_in_progress_ends_when_a_gpu_fails() -> None:
     story.notice(SPOT_S)
     request_id = story.request_id
     story.read_gpus(GpuHealth.DYING, GpuHealth.OK)
-    assert story.last(WithdrawRequest).request_id == request_id
+    assert story.last(Withdrawn).request_id == request_id
     answered = story.answer(6)
     story.store_all()
     story.wait(1)
     assert answered.id in story.state.staging.suspect
     assert all(verdict.startswith("PARTIAL") for verdict in story.verdicts)
-    assert len(story.all(AskTrainers)) == 1
+    assert len(story.all(Request)) == 1
 
 
 def test_a_rebuilt_state_recognises_the_same_suspect_sets() -> None:
@@ -237,7 +236,7 @@ def test_after_a_restart_a_milder_notice_does_not_end_the_evacuation() -> None:
     story.scan()
     story.wait(1)
     assert not story.evacuation.is_precaution
-    assert not story.all(AskTrainers)
+    assert not story.all(Request)
 
 
 @pytest.mark.fault("X09")
@@ -313,7 +312,7 @@ def test_the_verdict_counts_the_steps_of_training_that_runs_on(reconnects: bool)
     after.scan()
     after.wait(1)
     assert after.verdicts == ["PARTIAL generation 2 step 3"]
-    assert not after.all(AskTrainers)
+    assert not after.all(Request)
 
 
 @pytest.mark.fault("X09")
@@ -338,7 +337,7 @@ def test_a_new_start_of_the_same_process_stays_suspect() -> None:
     after.join(2, step=3, start_id="first~2")
     for each in (story, after):
         each.notice(SPOT_S)
-        assert not each.all(AskTrainers)
+        assert not each.all(Request)
 
 
 EVENTS = (
@@ -379,7 +378,7 @@ def test_only_starts_after_the_last_failure_are_asked(events: list[str]) -> None
         if start and (event == "trainer starts" or "restart" in event):
             story.join(start, pid=start, step=5, start_id=f"start-{start}")
     story.notice(SPOT_S)
-    assert bool(story.all(AskTrainers)) is (start > 0 and not used_failed_gpu)
+    assert bool(story.all(Request)) is (start > 0 and not used_failed_gpu)
 
 
 @pytest.mark.parametrize("scans_first", [True, False])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+from swansong.protocol import Fenced, Request, Withdrawn
 from swansong_bucket.model import (
     CommitRef,
     DeadlineQuality,
@@ -15,7 +16,6 @@ from swansong_bucket.model import (
 from swansongd.core import notices, transition
 from swansongd.core.arrival import RECONNECT_S
 from swansongd.core.events import (
-    AskTrainers,
     CancelFlush,
     CheckFence,
     CommitFailed,
@@ -32,11 +32,9 @@ from swansongd.core.events import (
     RunRead,
     StartFlush,
     StopRequested,
-    TellFenced,
     Tick,
     TrainerProgress,
     TrainerSealed,
-    WithdrawRequest,
     WokeUp,
 )
 from swansongd.core.flight import RETRY_URGENT_S
@@ -72,13 +70,13 @@ def test_an_advisory_notice_takes_one_more_checkpoint_without_urgency() -> None:
     story = joined(step=9)
     story.notice(source="aws.rebalance", severity=Severity.ADVISORY, in_s=3600)
     assert phase_of(story.state) is Phase.ARMED
-    assert not story.last(AskTrainers).is_urgent
+    assert story.last(Request).urgency == "drain"
     story.serve(9)
     assert phase_of(story.state) is Phase.ARMED
     assert story.state.evacuation is None
     assert story.state.commits.last == CommitRef(2, 10)
     story.wait(60)
-    assert len(story.all(AskTrainers)) == 1, "once for each notice"
+    assert len(story.all(Request)) == 1, "once for each notice"
     assert not story.verdicts
     story.withdraw("aws.rebalance")
     assert phase_of(story.state) is Phase.IDLE
@@ -90,8 +88,8 @@ def test_an_imminent_notice_replaces_a_precaution() -> None:
     story = joined(step=9)
     story.notice(source="aws.rebalance", severity=Severity.ADVISORY, in_s=3600)
     story.notice(source="aws.spot", in_s=120)
-    assert story.last(WithdrawRequest)
-    assert story.last(AskTrainers).is_urgent
+    assert story.last(Withdrawn)
+    assert story.last(Request).urgency == "emergency"
     story.serve(9)
     assert story.verdicts == ["SAFE generation 2 step 10"]
 
@@ -102,14 +100,14 @@ def test_a_scheduled_end_is_evacuated_when_it_is_near(save_s: float | None, lead
     """The lead of the evacuation is two minutes, or twice the time of a save and the reserve."""
     story = joined(step=9, save_s=save_s)
     story.notice(source="gcp.maintenance", severity=Severity.SCHEDULED, in_s=3600)
-    assert not story.last(AskTrainers).is_urgent
+    assert story.last(Request).urgency == "drain"
     story.serve(9)
     story.join(connection=2, step=11, save_s=save_s)
     story.wait(3600 - lead_s - 5)
     assert phase_of(story.state) is Phase.ARMED
     story.wait(10)
     assert phase_of(story.state) is Phase.CHECKPOINTING
-    assert story.last(AskTrainers).is_urgent
+    assert story.last(Request).urgency == "emergency"
 
 
 def test_a_derived_deadline_replaces_an_assumed_one_once() -> None:
@@ -151,7 +149,7 @@ def test_a_faster_save_does_not_withdraw_a_scheduled_evacuation() -> None:
     assert story.verdicts == ["SAFE generation 2 step 12"]
     story.wait(60)
     assert len(story.verdicts) == 1
-    assert not story.all(WithdrawRequest)
+    assert not story.all(Withdrawn)
 
 
 def test_a_rank_that_joins_during_a_precaution_gets_no_urgent_request() -> None:
@@ -160,7 +158,7 @@ def test_a_rank_that_joins_during_a_precaution_gets_no_urgent_request() -> None:
     story.notice(source="aws.rebalance", severity=Severity.ADVISORY, in_s=3600)
     story.leave(exited=False)
     story.join(2, step=9)
-    assert [order.is_urgent for order in story.all(AskTrainers)] == [False, False]
+    assert [order.urgency for order in story.all(Request)] == ["drain", "drain"]
 
 
 @pytest.mark.fault("H05", "N17")
@@ -214,7 +212,9 @@ def test_a_withdrawn_notice_withdraws_the_request() -> None:
     story = joined()
     story.seal(10)
     story.notice()
-    assert [a.request_id for a in story.withdraw() if isinstance(a, WithdrawRequest)]
+    assert not story.all(Withdrawn)
+    story.withdraw()
+    assert story.all(Withdrawn)
     assert phase_of(story.state) is Phase.IDLE
     assert not story.all(CancelFlush)
     story.store_all()
@@ -228,7 +228,7 @@ def test_only_the_source_that_raised_a_notice_withdraws_it() -> None:
     story.notice(source="aws.spot")
     story.withdraw("aws.rebalance")
     assert phase_of(story.state) is Phase.CHECKPOINTING
-    assert not story.all(WithdrawRequest)
+    assert not story.all(Withdrawn)
 
 
 @pytest.mark.fault("N15")
@@ -238,7 +238,7 @@ def test_two_sources_make_one_evacuation_with_the_earlier_deadline() -> None:
     story.notice(in_s=120, source="aws.spot")
     story.notice(in_s=30, source="logind", severity=Severity.SHUTTING_DOWN)
     assert story.evacuation.deadline_mono_s == story.now + 30
-    assert len(story.all(AskTrainers)) == 1
+    assert len(story.all(Request)) == 1
     story.withdraw("logind")
     assert story.state.evacuation is not None, "the other notice is still in force"
     assert story.evacuation.deadline_mono_s == story.now + 30
@@ -258,9 +258,9 @@ def test_a_notice_may_become_more_severe() -> None:
     """A notice that was advisory and is imminent now opens an evacuation, with the same identity."""
     story = joined()
     story.notice(in_s=60, identity="m", severity=Severity.ADVISORY)
-    assert not story.last(AskTrainers).is_urgent
+    assert story.last(Request).urgency == "drain"
     story.notice(in_s=60, identity="m", severity=Severity.IMMINENT)
-    assert story.last(AskTrainers).is_urgent
+    assert story.last(Request).urgency == "emergency"
 
 
 def test_the_most_severe_notice_names_the_evacuation() -> None:
@@ -282,7 +282,7 @@ def test_a_checkpoint_is_requested_only_if_it_fits(left_s: float, asked: bool) -
     story.join(step=9, save_s=10.0, save_bytes=100 * MIB)
     story.seal(8)
     story.notice(in_s=left_s)
-    assert bool(story.all(AskTrainers)) is asked
+    assert bool(story.all(Request)) is asked
     assert story.flushes == [8], "sealed sets are stored in either case"
 
 
@@ -293,9 +293,9 @@ def test_a_checkpoint_that_fits_later_is_requested_later() -> None:
     story.commit(7, after_s=100)  # 1 MiB/s
     story.seal(8)
     story.notice(in_s=110)
-    assert not story.all(AskTrainers)
+    assert not story.all(Request)
     story.flushed(after_s=2)  # 50 MiB/s
-    assert story.all(AskTrainers)
+    assert story.all(Request)
 
 
 @pytest.mark.fault("T01")
@@ -307,7 +307,7 @@ def test_without_a_trainer_the_sealed_sets_are_committed() -> None:
     story.store_all()
     assert story.state.commits.last_complete == CommitRef(2, 10)
     story.wait(WAITED_S)
-    assert not story.all(AskTrainers)
+    assert not story.all(Request)
     assert story.verdicts == ["PARTIAL generation 2 step 10"]
 
 
@@ -526,8 +526,8 @@ def test_a_fenced_daemon_ends() -> None:
     story.seal(10)
     story.notice()
     actions = story.tell(FenceFound(7))
-    assert [type(a).__name__ for a in actions] == ["CancelFlush", "Log", "TellFenced", "Exit"]
-    assert story.last(TellFenced).generation == 7
+    assert [type(a).__name__ for a in actions] == ["CancelFlush", "Log", "Send", "Exit"]
+    assert story.last(Fenced).generation == 7
     assert story.last(Exit).code == transition.EXIT_FENCED
     assert phase_of(story.state) is Phase.FENCED
     story.seal(11)
@@ -586,7 +586,7 @@ def test_a_vm_that_outlives_its_deadline_watches_again() -> None:
     assert story.verdicts == ["LOST None"]
     story.wait(notices.OUTLIVED_S + 0.1)
     assert phase_of(story.state) is Phase.IDLE
-    assert story.all(WithdrawRequest)
+    assert story.all(Withdrawn)
     story.tell(NoticeRaised(raised))
     story.wait(1)
     assert phase_of(story.state) is Phase.IDLE

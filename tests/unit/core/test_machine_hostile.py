@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from swansong import bounds, protocol
-from swansong.protocol import Message
+from swansong.protocol import Committed, Message, Request
 from swansong_bucket.model import CommitRef, TrainerView
 from swansongd.core import machine
 from swansongd.core.events import (
-    AskTrainers,
     ClaimGeneration,
     Conclude,
     Exit,
@@ -28,7 +27,6 @@ from swansongd.core.events import (
     SignalTrainer,
     StartBegun,
     StartFlush,
-    TellCommitted,
     TrainerAgreed,
     TrainerJoined,
     TrainerLeft,
@@ -123,9 +121,9 @@ def happen(story: Story, what: str, *facts: Any) -> None:  # noqa: PLR0915 - one
         case "say", connection, message:
             heard = protocol.decode(protocol.encode(message))
             event = translate.event_of(connection, heard)
-            asked = story.all(AskTrainers)
+            asked = story.all(Request)
             if asked and getattr(event, "request_id", "") == "q":  # the request that is out
-                event = replace(event, request_id=asked[-1].request_id)  # type: ignore[call-arg]
+                event = replace(event, request_id=asked[-1].id)  # type: ignore[call-arg]
             story.tell(event)
         case "join", connection, hello:
             heard = protocol.decode(protocol.encode(hello))
@@ -141,8 +139,8 @@ def happen(story: Story, what: str, *facts: Any) -> None:  # noqa: PLR0915 - one
         case "leave", connection, exited:
             story.tell(TrainerLeft(connection, exited, "gone"))
         case "seal", step, size_bytes:
-            asked = story.all(AskTrainers)
-            request_id = asked[-1].request_id if asked and size_bytes else ""
+            asked = story.all(Request)
+            request_id = asked[-1].id if asked and size_bytes else ""
             story.staging = story.staging[-3:]
             story.seal(
                 max(0, step), f"n{len(story.actions)}", size_bytes=size_bytes, request_id=request_id
@@ -262,7 +260,7 @@ def test_forged_requests_of_other_vms_cost_a_few_checkpoints_and_never_a_kill() 
         story.now += 9 / 149
         story.tell(PeerRequested(f"forged-{number}", "made up", 0.0 if number % 2 else 1e9))
         story.scan()
-    asked = {action.request_id for action in story.all(AskTrainers)}
+    asked = {action.id for action in story.all(Request)}
     assert len(asked) <= AT_ONCE
     assert len(story.all(Conclude)) - before <= 2 * AT_ONCE
     assert not story.all(SignalTrainer)
@@ -281,7 +279,7 @@ def test_a_repeated_request_of_another_vm_does_not_move_the_deadline() -> None:
     for left_s in (90.0, 50.0, 1.0, 0.0):
         story.tell(PeerRequested("theirs", "aws.spot: reclaim", left_s))
     assert story.evacuation.deadline_mono_s == evacuation.deadline_mono_s
-    assert len(story.all(AskTrainers)) == 1
+    assert len(story.all(Request)) == 1
 
 
 @pytest.mark.fault("S19")
@@ -290,7 +288,7 @@ def test_without_another_vm_a_peer_request_is_ignored(nodes: int) -> None:
     """A rank of a job on one VM opens no evacuation and sets no target."""
     story = node(nodes)
     story.tell(PeerRequested("forged", "made up", 30.0))
-    assert bool(story.all(AskTrainers)) is (nodes == 2)
+    assert bool(story.all(Request)) is (nodes == 2)
     alone = joined()
     alone.notice(60.0)
     alone.tell(TrainerAgreed(alone.request_id, 12345))
@@ -305,7 +303,7 @@ def test_a_forged_notice_costs_one_checkpoint_and_training_continues() -> None:
     story.join(step=7)
     for _ in range(100):  # at each poll
         story.notice(60.0, identity="forged")
-    assert len(story.all(AskTrainers)) == 1
+    assert len(story.all(Request)) == 1
     story.serve(7)
     story.wait(120.0)
     story.wait(1.0)
@@ -314,7 +312,7 @@ def test_a_forged_notice_costs_one_checkpoint_and_training_continues() -> None:
     assert not story.all(SignalTrainer)
     assert not story.all(Exit)
     story.notice(-60.0, identity="forged")
-    assert len(story.all(AskTrainers)) == 1, "an outlived notice opens no evacuation again"
+    assert len(story.all(Request)) == 1, "an outlived notice opens no evacuation again"
 
 
 # ---------------------------------------------------------------- what is left after a fault
@@ -325,7 +323,7 @@ def test_only_a_rank_that_joins_gets_the_newest_commit() -> None:
     story = Story(newest=CommitRef(1, 5))
     story.join(1, rank=0, ranks=2, pid=1)
     story.join(2, rank=1, ranks=2, pid=2)
-    told = [action.connections for action in story.all(TellCommitted)]
+    told = [sent.connections for sent in story.sent(Committed)]
     assert told == [None, (1,), None, (2,)], "to all: when the run is read, and with the claim"
 
 
@@ -342,7 +340,7 @@ def test_a_rebuilt_state_evacuates_again_with_the_same_request() -> None:
     assert story.state.evacuation is None
     assert story.state.generation == 2
     story.scan()
-    assert [action.request_id for action in story.all(AskTrainers)] == [request_id] * 2
+    assert [action.id for action in story.all(Request)] == [request_id] * 2
     story.serve(7)
     assert story.verdicts[-1].startswith("SAFE")
     assert not story.all(Prune) or story.state.commits.last_complete is not None

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from swansong.protocol import Committed, Finished, Request, Target, Withdrawn
 from swansong_bucket.model import (
     UNKNOWN_PARENT,
     CommitRef,
@@ -18,7 +19,6 @@ from swansong_bucket.model import (
 from swansongd.core import machine
 from swansongd.core.evacuation import evacuation_id
 from swansongd.core.events import (
-    AskTrainers,
     CancelFlush,
     CheckComplete,
     ClaimGeneration,
@@ -37,15 +37,11 @@ from swansongd.core.events import (
     Prune,
     RestoreAsked,
     RunRead,
-    SendTarget,
     SetAside,
     StartBegun,
     StartFlush,
-    TellCommitted,
-    TellFinished,
     TrainerAgreed,
     TrainerFailed,
-    WithdrawRequest,
 )
 from swansongd.core.starts import FINISH_S, FINISH_S_MAX
 from swansongd.core.state import Settings, State
@@ -168,11 +164,11 @@ def test_a_request_of_another_vm_is_as_urgent_as_our_own() -> None:
     node = started()
     for _ in range(2):
         node.tell(PeerRequested("theirs", "aws.spot: reclaim", 30.0))
-    (asked,) = node.all(AskTrainers)
-    assert asked.request_id == "theirs"
-    assert asked.is_urgent
+    (asked,) = node.all(Request)
+    assert asked.id == "theirs"
+    assert asked.urgency == "emergency"
     node.tell(TrainerAgreed("theirs", 9))
-    assert not node.all(SendTarget)
+    assert not node.all(Target)
     node.seal_part(9, request_id="theirs")
     assert node.flushes == [9]
     node.complete()
@@ -188,7 +184,7 @@ def test_a_request_of_another_vm_that_outlasts_our_notice_is_made_again_with_our
     node.notice(in_s=8)
     for _ in range(30):
         node.wait(1)
-    ids = [ask.request_id for ask in node.all(AskTrainers)]
+    ids = [ask.id for ask in node.all(Request)]
     assert node.evacuation.verdict is None
     assert len(set(ids)) == len(ids)
 
@@ -236,10 +232,10 @@ def test_the_ranks_of_all_vms_agree_among_themselves_in_bounded_time() -> None:
     node.notice(in_s=60)
     node.accept(7)
     node.wait(9.9)
-    assert not node.all(SendTarget)
-    assert not node.all(WithdrawRequest)
+    assert not node.all(Target)
+    assert not node.all(Withdrawn)
     node.wait(0.2)
-    assert node.all(WithdrawRequest)
+    assert node.all(Withdrawn)
 
 
 @pytest.mark.fault("T12", "T04")
@@ -269,9 +265,9 @@ def test_only_the_vm_with_the_notice_repeats_its_request() -> None:
     node.tell(TrainerFailed(1, "theirs", "declined: rank 0 waited 4.0 s"))
     node.scan()
     node.wait(2.0)
-    assert [ask.request_id for ask in node.all(AskTrainers)] == ["theirs"]
+    assert [ask.id for ask in node.all(Request)] == ["theirs"]
     node.tell(PeerRequested("theirs.again-1", "aws.spot: reclaim", 55.0))
-    assert [ask.request_id for ask in node.all(AskTrainers)] == ["theirs"]
+    assert [ask.id for ask in node.all(Request)] == ["theirs"]
 
 
 @pytest.mark.fault("T12")
@@ -308,7 +304,7 @@ def test_safe_means_the_whole_checkpoint() -> None:
     node.seal_part(5)
     first = node.commit_own_part()
     node.counted(first, 2)
-    assert [tell.ref.step for tell in node.all(TellCommitted)] == [5]
+    assert [told.step for told in node.all(Committed)] == [5]
     node.notice(in_s=60)
     node.agree(9)
     node.flushed()
@@ -324,7 +320,7 @@ def test_safe_means_the_whole_checkpoint() -> None:
     assert status.replication_lag == LagStatus(steps=4, seconds=0.0)
     line = status_line(node.state, node.now)
     assert "last commit generation 3 step 5; this VM's part of generation 3 step 9" in line
-    assert [tell.ref.step for tell in node.all(TellCommitted)] == [5]
+    assert [told.step for told in node.all(Committed)] == [5]
     assert not any(prune.directories for prune in node.all(Prune))
     node.counted(second, 1)
     assert phase_of(node.state) is Phase.WAITING_FOR_PEERS
@@ -332,7 +328,7 @@ def test_safe_means_the_whole_checkpoint() -> None:
     node.counted(second, 2)
     assert node.final == ["SAFE generation 3 step 9"]
     assert node.last(Conclude).part is None
-    assert node.last(TellCommitted).ref == second
+    assert node.last(Committed) == Committed(second.generation, second.step)
     assert len(node.last(Prune).directories) == 1
     assert node.status.part is None
     node.wait(5)
@@ -380,7 +376,7 @@ def test_an_older_checkpoint_becomes_whole_after_many_newer_parts() -> None:
     node.wait(1)
     assert node.last(CheckComplete) == CheckComplete(refs[-1], 2)
     node.tell(PartsCounted(refs[-1], 1, refs[1]))
-    assert node.last(TellCommitted).ref == refs[1]
+    assert node.last(Committed) == Committed(refs[1].generation, refs[1].step)
     assert node.state.part == VmPart(refs[-1], 2, 1)
     node.wait(40)
     assert node.last(CheckComplete) == CheckComplete(refs[-1], 2, refs[1])
@@ -433,7 +429,7 @@ def test_looks_for_parts_do_not_overlap() -> None:
 
 def finished(node: Node) -> list[str]:
     """The starts that may begin: no share of another VM is waited for."""
-    return [told.start_id for told in node.all(TellFinished) if not told.waits]
+    return [told.start_id for told in node.all(Finished) if not told.waits]
 
 
 @pytest.mark.fault("N09", "G17")
@@ -473,15 +469,15 @@ def test_a_daemon_answers_when_its_own_share_is_committed() -> None:
     node.now += 1
     node.tell(FinishAsked("second"))
     node.scan()
-    assert not node.all(TellFinished), "its own share is not committed"
+    assert not node.all(Finished), "its own share is not committed"
     ref = node.commit_own_part()
     first = node.state.starts.known[-1].id
-    waits = TellFinished("second", earlier=first, first_rank=0, nodes=2, waits=True)
-    assert node.all(TellFinished) == [waits]
+    waits = Finished("second", earlier=first, first_rank=0, nodes=2, waits=True)
+    assert node.all(Finished) == [waits]
     node.tell(FinishAsked("second"))
-    assert node.all(TellFinished) == [waits, waits], "a rank that connected late"
+    assert node.all(Finished) == [waits, waits], "a rank that connected late"
     node.counted(ref, 2)
-    assert node.last(TellFinished) == replace(waits, waits=False)
+    assert node.last(Finished) == replace(waits, waits=False)
 
 
 @pytest.mark.parametrize(
@@ -603,7 +599,7 @@ def test_a_fenced_vm_concludes_a_notice_immediately() -> None:
     node.notice(in_s=60)
     assert node.final == ["LOST None"]
     assert "generation 4" in node.last(Conclude).reason
-    assert not node.all(AskTrainers)
+    assert not node.all(Request)
     assert node.last(Mark).evacuation_id
     for _ in range(3):
         node.tell(FenceFound(4))

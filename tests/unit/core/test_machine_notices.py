@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import pytest
+from swansong.protocol import Request
 from swansong_bucket.model import Severity
 from swansongd.core import machine, notices
 from swansongd.core.events import (
-    AskTrainers,
     Log,
     Mark,
     NoticeRaised,
@@ -77,7 +77,7 @@ def test_no_request_id_returns_however_often_a_notice_flips() -> None:
         story.notice(source="gcp.preempted", in_s=25)
         story.withdraw("gcp.preempted")
         story.wait(notices.EVERY_S)
-    ids = [order.request_id for order in story.all(AskTrainers)]
+    ids = [order.id for order in story.all(Request)]
     assert len(ids) == 200
     assert len(set(ids)) == 200
 
@@ -117,7 +117,7 @@ def test_a_time_in_the_past_still_causes_a_request() -> None:
         story.tell(NoticeRaised(raised))
         story.wait(1)
     assert phase_of(story.state) is Phase.IDLE
-    assert len(story.all(AskTrainers)) == 1
+    assert len(story.all(Request)) == 1
 
 
 def test_a_time_in_the_past_changes_no_verdict() -> None:
@@ -246,7 +246,7 @@ def test_maintenance_that_returns_costs_a_checkpoint_or_a_line() -> None:
     announce()
     assert lines(story, "precaution_skipped") == 1
     announce()
-    assert len(story.all(AskTrainers)) == 2
+    assert len(story.all(Request)) == 2
 
 
 # ---------------------------------------------------------------------------- by hand
@@ -261,7 +261,7 @@ def test_notices_by_hand_with_the_same_end_are_one() -> None:
         story.tell(NoticeRaised(raised))
         if number == 4:
             story.serve(3)
-    assert len(story.all(AskTrainers)) == 1
+    assert len(story.all(Request)) == 1
     assert story.verdicts == ["SAFE generation 2 step 4"]
     last = story.state.course.last_verdict
     assert last is not None

@@ -5,25 +5,24 @@ from __future__ import annotations
 
 import pytest
 from swansong.layout import sealed_name
+from swansong.protocol import Request, Target, Withdrawn
 from swansong_bucket.model import CommitRef, Severity, Start
 from swansongd.core import emergency
 from swansongd.core.arrival import RECONNECT_S
 from swansongd.core.emergency import REQUESTS_MAX, SIGNAL_AGAIN_S
 from swansongd.core.events import (
-    AskTrainers,
     Conclude,
     Log,
     NoticeRaised,
     RunRead,
     Scanned,
-    SendTarget,
+    Send,
     SignalledExited,
     SignalRefused,
     SignalSent,
     SignalTrainer,
     TrainerFailed,
     TrainerSealed,
-    WithdrawRequest,
 )
 
 from testkit.story import Story, a_set, joined
@@ -38,13 +37,11 @@ def test_ranks_agree_on_one_more_than_the_most_advanced() -> None:
     story.notice()
     story.accept(7, connection=0)
     story.accept(9, connection=1)
-    assert not story.all(SendTarget)
+    assert not story.all(Target)
     story.accept(8, connection=2)
-    (target,) = story.all(SendTarget)
-    assert target.step == 10
-    assert sorted(target.connections) == [0, 1, 2]
+    assert story.sent(Target) == [Send(Target(story.request_id, 10), (0, 1, 2))]
     story.accept(9, connection=1)
-    assert {order.step for order in story.all(SendTarget)} == {10}, "the target is decided"
+    assert {order.step for order in story.all(Target)} == {10}, "the target is decided"
 
 
 @pytest.mark.fault("T04", "T09", "T12")
@@ -61,10 +58,10 @@ def test_a_missing_rank_ends_the_agreement_in_bounded_time(connected: int) -> No
     story.notice(in_s=30)
     story.accept(6, connection=0)
     story.wait(2.9)
-    assert not story.all(WithdrawRequest)
+    assert not story.all(Withdrawn)
     story.wait(0.2)
-    assert story.all(WithdrawRequest)
-    assert not story.all(SendTarget)
+    assert story.all(Withdrawn)
+    assert not story.all(Target)
     story.store_all()
     assert story.conclude() == ["PARTIAL generation 2 step 5"]
     assert "did not answer in time" in story.last(Conclude).reason
@@ -72,19 +69,23 @@ def test_a_missing_rank_ends_the_agreement_in_bounded_time(connected: int) -> No
 
 @pytest.mark.fault("T09")
 def test_a_rank_that_reconnects_gets_the_request_and_the_target_again() -> None:
-    """A lost connection is not a lost trainer; both messages are repeated under the same id."""
+    """A lost connection is not a lost trainer; both messages are repeated under the same id.
+
+    The request has the time that is left.
+    """
     story = joined(1, pid=77)
-    story.notice()
+    story.notice(in_s=120)
     story.leave(1, exited=False)
+    story.wait(1)
     story.join(2, pid=77)
-    assert story.last(AskTrainers).connections == (2,)
-    assert len({order.request_id for order in story.all(AskTrainers)}) == 1
+    assert story.sent(Request)[-1].connections == (2,)
+    assert len({order.id for order in story.all(Request)}) == 1
+    assert [order.seconds_left for order in story.all(Request)] == [120.0, 119.0]
     story.accept(3, connection=2)
     story.leave(2, exited=False)
     story.join(3, pid=77)
     story.accept(3, connection=3)
-    assert story.last(SendTarget).connections == (3,)
-    assert story.last(SendTarget).step == 4
+    assert story.sent(Target)[-1] == Send(Target(story.request_id, 4), (3,))
 
 
 @pytest.mark.fault("T02", "T03")
@@ -99,7 +100,7 @@ def test_a_trainer_that_dies_after_accepting() -> None:
     story.now += 1
     story.leave()
     story.tell(Scanned(began, tuple(story.staging), pending=("step-9.x.partial",)))
-    assert not story.all(WithdrawRequest), "that scan began before the death, and does not count"
+    assert not story.all(Withdrawn), "that scan began before the death, and does not count"
     story.scan()
     story.store_all()
     assert story.verdicts == ["PARTIAL generation 2 step 5"]
@@ -131,7 +132,7 @@ def test_a_trainer_that_never_answers() -> None:
     for _ in range(4):
         story.wait(emergency.TOO_LATE_S / 4)
     assert story.verdicts == ["PARTIAL generation 2 step 5"]
-    assert story.all(WithdrawRequest)
+    assert story.all(Withdrawn)
 
 
 @pytest.mark.fault("D01")
@@ -143,7 +144,7 @@ def test_a_trainer_that_fails_or_declines() -> None:
     story.notice()
     story.store_all()
     assert story.conclude(failure="no space left on device") == ["PARTIAL generation 2 step 5"]
-    assert len({ask.request_id for ask in story.all(AskTrainers)}) == REQUESTS_MAX
+    assert len({ask.id for ask in story.all(Request)}) == REQUESTS_MAX
     assert "no space left" in story.last(Conclude).reason
 
 
@@ -179,10 +180,10 @@ def test_a_rejected_set_ends_the_wait() -> None:
     story.accept(8)
     story.tell(TrainerFailed(1, "another request", "not ours"))
     story.scan(rejected=((sealed_name(9, "x"), "short file"),))
-    assert not story.all(WithdrawRequest), "no rank reported this set as the answer"
+    assert not story.all(Withdrawn), "no rank reported this set as the answer"
     story.tell(TrainerSealed(1, story.request_id, 9, 1.0, 10))
     story.scan(rejected=((sealed_name(9, "emg"), "short file"),))
-    assert story.last(WithdrawRequest).reason == "the sealed set is not sound: short file"
+    assert story.last(Withdrawn).reason == "the sealed set is not sound: short file"
 
 
 def two_ranks_accept(story: Story) -> None:
@@ -203,7 +204,7 @@ def test_only_a_rank_that_says_goodbye_has_written_its_part(*, is_goodbye: bool)
     story.scan(growing=(answer,))
     story.leave(1, is_goodbye=is_goodbye)
     story.scan(growing=(answer,))
-    assert bool(story.all(WithdrawRequest)) is not is_goodbye
+    assert bool(story.all(Withdrawn)) is not is_goodbye
     story.staging.append(answer)
     story.scan()
     story.store_all()
@@ -246,7 +247,7 @@ def test_a_trainer_without_hooks_gets_the_signal() -> None:
     story.process()
     story.notice()
     assert story.all(SignalTrainer)
-    assert not story.all(AskTrainers)
+    assert not story.all(Request)
     story.tell(SignalSent(story.last(SignalTrainer).request_id, 55))
     story.scan()
     assert not story.verdicts, "a set from before the signal does not answer it"

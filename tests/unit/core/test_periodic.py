@@ -4,19 +4,18 @@
 from __future__ import annotations
 
 import pytest
+from swansong.protocol import Request, Target, Withdrawn
 from swansong_bucket.model import CommitRef
 from swansongd.core import cadence, periodic
 from swansongd.core.events import (
-    AskTrainers,
     HistoryRead,
     Log,
-    SendTarget,
+    Send,
     TrainerAccepted,
     TrainerAgreed,
     TrainerFailed,
     TrainerProgress,
     TrainerSealed,
-    WithdrawRequest,
 )
 
 from testkit.story import Story
@@ -38,12 +37,12 @@ def join(
     )
 
 
-def asks(story: Story) -> list[AskTrainers]:
-    return [ask for ask in story.all(AskTrainers) if ask.request_id.startswith("periodic-")]
+def asks(story: Story) -> list[Request]:
+    return [ask for ask in story.all(Request) if ask.id.startswith("periodic-")]
 
 
 def accept(story: Story, step: int, rank: int = 0) -> None:
-    story.tell(TrainerAccepted(1 + rank, asks(story)[-1].request_id, step))
+    story.tell(TrainerAccepted(1 + rank, asks(story)[-1].id, step))
 
 
 def test_a_checkpoint_that_is_due_is_requested_without_urgency() -> None:
@@ -55,18 +54,18 @@ def test_a_checkpoint_that_is_due_is_requested_without_urgency() -> None:
     story.wait(2)
     story.wait(1)
     (ask,) = asks(story)
-    assert not ask.is_urgent
+    assert ask.urgency == "drain"
     accept(story, 20)
-    assert story.last(SendTarget) == SendTarget(ask.request_id, 21, (1,))
-    story.commit(21, request_id=ask.request_id)
+    assert story.last(Send) == Send(Target(ask.id, 21), (1,))
+    story.commit(21, request_id=ask.id)
     assert story.state.commits.last == CommitRef(2, 21)
     assert story.state.evacuation is None
-    assert not story.all(WithdrawRequest)
+    assert not story.all(Withdrawn)
     story.wait(INTERVAL_S - 1)
     assert len(asks(story)) == 1
     story.wait(2)
     assert len(asks(story)) == 2
-    assert asks(story)[1].request_id != ask.request_id
+    assert asks(story)[1].id != ask.id
 
 
 def test_all_ranks_agree_on_the_step() -> None:
@@ -78,13 +77,13 @@ def test_all_ranks_agree_on_the_step() -> None:
     join(story, 1, 2)
     story.wait(1)
     accept(story, 20, 0)
-    assert not story.all(SendTarget)
+    assert not story.all(Target)
     accept(story, 22, 1)
-    assert (story.last(SendTarget).step, story.last(SendTarget).connections) == (23, (1, 2))
+    assert story.last(Send) == Send(Target(asks(story)[0].id, 23), (1, 2))
     join(story, 1, 2)
-    assert asks(story)[-1].connections == (2,), "a rank that reconnects gets the request again"
+    assert story.last(Send).connections == (2,), "a rank that reconnects gets the request again"
     accept(story, 22, 1)
-    assert story.last(SendTarget) == SendTarget(asks(story)[0].request_id, 23, (2,))
+    assert story.last(Send) == Send(Target(asks(story)[0].id, 23), (2,))
 
 
 def test_over_several_vms_the_ranks_agree_on_the_step_among_themselves() -> None:
@@ -94,8 +93,8 @@ def test_over_several_vms_the_ranks_agree_on_the_step_among_themselves() -> None
     story.wait(INTERVAL_S + 1)
     (ask,) = asks(story)
     accept(story, 20)
-    story.tell(TrainerAgreed(ask.request_id, 23))
-    assert not story.all(SendTarget)
+    story.tell(TrainerAgreed(ask.id, 23))
+    assert not story.all(Target)
     assert story.state.requests.periodic is not None
     assert story.state.requests.periodic.target == 23
 
@@ -123,8 +122,8 @@ def test_a_checkpoint_for_another_reason_counts() -> None:
     story.wait(2)
     story.now += 0.5
     story.seal(30, "other")
-    (withdrawn,) = story.all(WithdrawRequest)
-    assert withdrawn.request_id == asks(story)[0].request_id
+    (withdrawn,) = story.all(Withdrawn)
+    assert withdrawn.request_id == asks(story)[0].id
 
 
 def test_a_notice_comes_first() -> None:
@@ -133,8 +132,8 @@ def test_a_notice_comes_first() -> None:
     join(story)
     story.wait(INTERVAL_S + 1)
     story.notice(in_s=1000)
-    assert story.last(WithdrawRequest).request_id == asks(story)[0].request_id
-    assert story.last(AskTrainers).is_urgent
+    assert story.last(Withdrawn).request_id == asks(story)[0].id
+    assert story.last(Request).urgency == "emergency"
     story.wait(500)
     assert len(asks(story)) == 1
 
@@ -158,12 +157,12 @@ def test_after_a_failure_or_without_an_answer_the_next_interval_requests_again()
     story = Story(checkpoint_interval_s=INTERVAL_S)
     join(story)
     story.wait(INTERVAL_S + 1)
-    story.tell(TrainerFailed(1, asks(story)[0].request_id, "disk full"))
+    story.tell(TrainerFailed(1, asks(story)[0].id, "disk full"))
     assert story.last(Log).event == "periodic_checkpoint_missed"
     story.wait(INTERVAL_S + 1)
     assert len(asks(story)) == 2
     story.wait(periodic.PATIENCE_S + 1)
-    assert story.all(WithdrawRequest)[-1].request_id == asks(story)[1].request_id
+    assert story.all(Withdrawn)[-1].request_id == asks(story)[1].id
     story.wait(INTERVAL_S)
     assert len(asks(story)) == 3
 

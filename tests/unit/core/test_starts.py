@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
+from swansong.protocol import StartDrawn
 from swansong_bucket.model import UNKNOWN_PARENT, CommitRef, Parent, Staged, Start
 from swansongd.core import machine
 from swansongd.core.arrival import RECONNECT_S
@@ -19,8 +20,8 @@ from swansongd.core.events import (
     ProcessFound,
     Prune,
     RunRead,
+    Send,
     StartBegun,
-    TellStart,
 )
 from swansongd.core.starts import CLAIMS_MAX, STARTS_MAX, WINDOW_S
 from swansongd.restore.downloads import BUDGET_S
@@ -239,18 +240,17 @@ def test_any_number_of_starts_forgets_the_oldest_with_its_sets() -> None:
 def test_rank_0_gives_its_start_to_each_rank_once() -> None:
     """In whatever order they connect; another process with the rank belongs to another start."""
     story = joined(2, rank=1, ranks=3, start_id="")
-    assert not story.all(TellStart)
+    assert not story.all(StartDrawn)
     story.join(1, rank=0, ranks=3, start_id="a")
     story.join(3, rank=2, ranks=3, start_id="")
-    assert story.all(TellStart) == [TellStart("a", (2,)), TellStart("a", (3,))]
+    assert story.sent(StartDrawn) == [Send(StartDrawn("a"), (2,)), Send(StartDrawn("a"), (3,))]
     story.leave(2)
     story.join(4, rank=1, ranks=3, pid=777, start_id="")
-    assert len(story.all(TellStart)) == 2, "the next rank 0 has another start for this process"
+    assert len(story.all(StartDrawn)) == 2, "the next rank 0 has another start for this process"
     story.leave(1)
     story.leave(3)
     story.join(5, rank=0, ranks=3, pid=776, start_id="b")
-    assert story.last(TellStart) == TellStart("b", (4,))
-    assert len(story.all(TellStart)) == 3
+    assert story.sent(StartDrawn)[2:] == [Send(StartDrawn("b"), (4,))]
 
 
 def test_a_rank_gets_the_start_of_the_newest_rank_0() -> None:
@@ -259,7 +259,7 @@ def test_a_rank_gets_the_start_of_the_newest_rank_0() -> None:
     story.join(2, rank=1, ranks=2, start_id="")
     story.join(3, rank=1, ranks=2, pid=777, start_id="")
     story.join(4, rank=0, ranks=2, pid=776, start_id="b")
-    assert story.all(TellStart) == [TellStart("a", (2,)), TellStart("b", (3,))]
+    assert story.sent(StartDrawn) == [Send(StartDrawn("a"), (2,)), Send(StartDrawn("b"), (3,))]
 
 
 @pytest.mark.fault("H01")
@@ -324,10 +324,10 @@ def test_a_rank_that_attaches_again_after_its_goodbye_waits_for_the_next_start()
     story.join(2, rank=1, ranks=2, start_id="")
     story.leave(2, is_goodbye=True)
     story.join(3, rank=1, ranks=2, start_id="")
-    assert len(story.all(TellStart)) == 1
+    assert len(story.all(StartDrawn)) == 1
     story.leave(1, is_goodbye=True)
     story.join(4, rank=0, ranks=2, start_id="b")
-    assert story.last(TellStart) == TellStart("b", (3,))
+    assert story.sent(StartDrawn)[-1] == Send(StartDrawn("b"), (3,))
 
 
 def test_a_start_that_has_lost_the_run_before_its_claim_claims_nothing() -> None:
