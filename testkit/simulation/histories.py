@@ -20,7 +20,7 @@ import structlog
 from swansong_bucket.model import GpuHealth, Severity, Verdict
 from swansongd.core import planner
 from swansongd.observe.margin import problem_of
-from swansongd.observe.tally import FailedSaves
+from swansongd.observe.tally import Figures
 
 from testkit.simulation.bucket import Broken
 from testkit.simulation.fleet import SLOWEST, Fleet
@@ -233,9 +233,7 @@ def fits(seed: int) -> World:
     for source in SOURCES:
         world.withdraw_notice(source)
     world.run(world.now + weather.choice((1.5, 3.0, 10.0, 20.0)))
-    if world.state.evacuation is not None or problem_of(
-        world.state, world.now, FailedSaves(), None
-    ):
+    if world.state.evacuation is not None or problem_of(world.state, world.now, Figures(), None):
         return world
     world.fired.add("fits")
     before, needed_s = len(world.conclusions), _needed_s(world)

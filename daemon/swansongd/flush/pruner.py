@@ -15,7 +15,7 @@ from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.retention.prune import PruneReport, prune
 from swansong_bucket.stores.base import ObjectStore
 
-from swansongd.observe.snapshot import PruneFigures
+from swansongd.observe.status import PruneStatus
 
 _log = structlog.get_logger(__name__)
 
@@ -55,8 +55,10 @@ class Pruner:
         self._first_s = first_s
         self._interval_s = interval_s
         self._retry_s = retry_s
-        self.figures = PruneFigures()
-        """Replaced after each prune."""
+        self.figures = PruneStatus(commits=0, freed_bytes=0, failures=0)
+        """Without the age; replaced after each prune."""
+        self.succeeded_mono_s: float | None = None
+        """When the last prune succeeded; None before the first."""
 
     def start(self) -> None:
         """Start the thread; returns immediately."""
@@ -94,12 +96,11 @@ class Pruner:
         self.figures = replace(self.figures, failures=self.figures.failures + 1)
 
     def _count(self, report: PruneReport) -> None:
-        before = self.figures
+        before, self.succeeded_mono_s = self.figures, time.monotonic()
         self.figures = replace(
             before,
             commits=before.commits + sum(each.goes for each in report.decisions),
             freed_bytes=before.freed_bytes + report.freed_bytes,
-            succeeded_mono_s=time.monotonic(),
             kept_bytes=report.kept_bytes,
         )
 

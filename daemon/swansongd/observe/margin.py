@@ -9,7 +9,7 @@ from swansongd.core import emergency, gpus, planner, proof
 from swansongd.core.state import State
 from swansongd.observe.stall import stalled
 from swansongd.observe.status import STORE_HEALTH, Margin, StagingStatus
-from swansongd.observe.tally import FailedSaves
+from swansongd.observe.tally import Figures
 
 
 def margins(state: State, problem: str = "") -> tuple[Margin, ...]:
@@ -47,14 +47,14 @@ def margins(state: State, problem: str = "") -> tuple[Margin, ...]:
 
 
 def problem_of(
-    state: State, now_mono_s: float, failed: FailedSaves, staging: StagingStatus | None
+    state: State, now_mono_s: float, tally: Figures, staging: StagingStatus | None
 ) -> str:
     """Why a checkpoint right now would not be SAFE, however much time a notice left; empty if it would.
 
     Over several VMs it is the problem of this VM; it does not know the problems of the others.
 
     Args:
-        failed: the saves that failed.
+        tally: has the saves that failed.
         staging: its space; None if it is unknown.
     """
     store = state.notices.sources.get(STORE_HEALTH)
@@ -69,7 +69,7 @@ def problem_of(
         gpus.objection(state, now_mono_s)
         or _problem_of_ranks(state, now_mono_s)
         or _problem_of_start(state)
-        or _problem_of_saves(state, failed, staging)
+        or _problem_of_saves(state, tally, staging)
     )
 
 
@@ -91,9 +91,9 @@ def _problem_of_start(state: State) -> str:
     return ""
 
 
-def _problem_of_saves(state: State, failed: FailedSaves, staging: StagingStatus | None) -> str:
-    saved_mono_s = state.staging.saved_mono_s
-    if failed.count and (saved_mono_s is None or failed.mono_s > saved_mono_s):
+def _problem_of_saves(state: State, tally: Figures, staging: StagingStatus | None) -> str:
+    saved_mono_s, failed = state.staging.saved_mono_s, tally.failed_saves.last
+    if failed is not None and (saved_mono_s is None or tally.failed_mono_s > saved_mono_s):
         return f"the last save failed: {failed.reason}"
     needed = state.measured.save_bytes
     if staging is not None and needed is not None and staging.free_bytes < needed:

@@ -264,7 +264,7 @@ class DaemonCollector:
         if prune is None:
             return
         name = "swansong_prune_timestamp_seconds"
-        self._put_instant(sheet, name, snapshot, prune.succeeded_mono_s)
+        self._put_instant(sheet, name, snapshot, snapshot.pruned_mono_s)
         sheet.put("swansong_prune_failures_total", prune.failures)
         sheet.put("swansong_pruned_commits_total", prune.commits)
         sheet.put("swansong_pruned_bytes_total", prune.freed_bytes)

@@ -22,17 +22,15 @@ from swansongd.observe.facts import StepsCompared
 from swansongd.observe.margin import margins, problem_of
 from swansongd.observe.phase import is_follow_up_under_way, phase_of
 from swansongd.observe.slow import slow_ranks
-from swansongd.observe.snapshot import PruneFigures, Snapshot
+from swansongd.observe.snapshot import Snapshot
 from swansongd.observe.stall import stalled
 from swansongd.observe.status import (
     STORE_HEALTH,
     TRAINERS_MAX,
     CommitStatus,
     DaemonStatus,
-    DroppedStatus,
     EvacuationStatus,
     FailedSavesStatus,
-    FailedSaveStatus,
     FaultsStatus,
     FlushStatus,
     FollowUpsStatus,
@@ -41,13 +39,11 @@ from swansongd.observe.status import (
     LagStatus,
     NoticeStatus,
     PartStatus,
-    PruneStatus,
-    RefusedStatus,
     TrainerStatus,
     UnsentStatus,
     VerdictStatus,
 )
-from swansongd.observe.tally import DroppedSets, FailedSaves, RefusedRanks
+from swansongd.observe.tally import Figures
 
 
 def status_of(snapshot: Snapshot) -> DaemonStatus:
@@ -58,7 +54,8 @@ def status_of(snapshot: Snapshot) -> DaemonStatus:
     }
     store = sources.pop(STORE_HEALTH, None)
     age_s = _age(tally.committed_mono_s, now_mono_s)
-    mirror, silent, slow = snapshot.mirror, stalled(state, now_mono_s), slow_ranks(state)
+    mirror, prune = snapshot.mirror, snapshot.prune
+    silent, slow = stalled(state, now_mono_s), slow_ranks(state)
     return DaemonStatus(
         state=phase_of(state).value,
         verdict=_verdict(state),
@@ -77,7 +74,7 @@ def status_of(snapshot: Snapshot) -> DaemonStatus:
         part=_part(state.part),
         notices=tuple(_notice(notice, now_mono_s) for notice in state.notices.live.values()),
         evacuation=_evacuation(state, now_mono_s),
-        margins=margins(state, problem_of(state, now_mono_s, tally.failed_saves, snapshot.staging)),
+        margins=margins(state, problem_of(state, now_mono_s, tally, snapshot.staging)),
         trainers=tuple(
             _trainer(
                 trainer,
@@ -89,16 +86,16 @@ def status_of(snapshot: Snapshot) -> DaemonStatus:
             for trainer in state.ranks.trainers[:TRAINERS_MAX]
         ),
         trainers_not_shown=max(0, len(state.ranks.trainers) - TRAINERS_MAX),
-        trainers_refused=_refused(tally.refused, now_mono_s),
-        failed_saves=_failed_saves(tally.failed_saves, now_mono_s),
+        trainers_refused=replace(tally.refused, age_s=_age(tally.refused_mono_s, now_mono_s)),
+        failed_saves=_failed_saves(tally, now_mono_s),
         checkpoint_interval_s=round(periodic.interval_s(state), 1),
         flush=_flush(state, now_mono_s),
         pending_bytes=_pending_bytes(state),
-        unsent=_unsent(state, tally.dropped, now_mono_s),
+        unsent=_unsent(state, tally, now_mono_s),
         staging=snapshot.staging,
         prefetch=snapshot.prefetch,
         mirror=mirror and replace(mirror, objects_taken=snapshot.mirror_objects_taken),
-        prune=_prune(snapshot.prune, now_mono_s),
+        prune=prune and replace(prune, age_s=_age(snapshot.pruned_mono_s, now_mono_s)),
         notifications=snapshot.notifications,
         metrics=snapshot.metrics,
         bandwidth_bytes_per_s=state.learned.bandwidth_bytes_per_s,
@@ -113,18 +110,6 @@ def status_of(snapshot: Snapshot) -> DaemonStatus:
 
 def _age(at_mono_s: float | None, now_mono_s: float) -> float | None:
     return None if at_mono_s is None else round(now_mono_s - at_mono_s, 1)
-
-
-def _prune(figures: PruneFigures | None, now_mono_s: float) -> PruneStatus | None:
-    if figures is None:
-        return None
-    return PruneStatus(
-        age_s=_age(figures.succeeded_mono_s, now_mono_s),
-        commits=figures.commits,
-        freed_bytes=figures.freed_bytes,
-        kept_bytes=figures.kept_bytes,
-        failures=figures.failures,
-    )
 
 
 def _last_commit(state: State, age_s: float | None) -> CommitStatus | None:
@@ -281,13 +266,6 @@ def _last_verdict(state: State, now_mono_s: float) -> VerdictStatus | None:
     )
 
 
-def _refused(refused: RefusedRanks, now_mono_s: float) -> RefusedStatus:
-    if not refused.count:
-        return RefusedStatus()
-    age_s = _age(refused.mono_s, now_mono_s)
-    return RefusedStatus(count=refused.count, last=refused.reason or None, age_s=age_s)
-
-
 def _flush(state: State, now_mono_s: float) -> FlushStatus | None:
     """The set that is being sent."""
     flight = state.flush.flight
@@ -301,7 +279,7 @@ def _flush(state: State, now_mono_s: float) -> FlushStatus | None:
     )
 
 
-def _unsent(state: State, dropped: DroppedSets, now_mono_s: float) -> UnsentStatus:
+def _unsent(state: State, tally: Figures, now_mono_s: float) -> UnsentStatus:
     """Sealed sets that wait for their upload, and the number of those that newer sets replaced."""
     waiting, stored = state.uncommitted, state.flush.stored_bytes
     is_retried = bool(state.flush.failures) and state.flush.flight is None
@@ -312,24 +290,13 @@ def _unsent(state: State, dropped: DroppedSets, now_mono_s: float) -> UnsentStat
         retry_in_s=round(max(0.0, state.flush.retry_mono_s - now_mono_s), 1)
         if is_retried
         else None,
-        dropped=DroppedStatus(
-            count=dropped.count,
-            step=dropped.step,
-            age_s=_age(dropped.mono_s if dropped.count else None, now_mono_s),
-        ),
+        dropped=replace(tally.dropped, age_s=_age(tally.dropped_mono_s, now_mono_s)),
     )
 
 
-def _failed_saves(failed: FailedSaves, now_mono_s: float) -> FailedSavesStatus:
-    if not failed.count:
-        return FailedSavesStatus()
-    last = FailedSaveStatus(
-        step=failed.step,
-        rank=failed.rank,
-        reason=failed.reason,
-        age_s=round(now_mono_s - failed.mono_s, 1),
-    )
-    return FailedSavesStatus(count=failed.count, last=last)
+def _failed_saves(tally: Figures, now_mono_s: float) -> FailedSavesStatus:
+    failed, age_s = tally.failed_saves, round(now_mono_s - tally.failed_mono_s, 1)
+    return replace(failed, last=failed.last and replace(failed.last, age_s=age_s))
 
 
 def _lag_steps(state: State) -> int:

@@ -18,23 +18,10 @@ from swansongd.observe.status import (
     MirrorStatus,
     NotificationsStatus,
     PrefetchStatus,
+    PruneStatus,
     StagingStatus,
 )
 from swansongd.observe.tally import Figures
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PruneFigures:
-    """The prunes of this daemon since its start."""
-
-    failures: int = 0
-    commits: int = 0
-    """Commits that were deleted."""
-    freed_bytes: int = 0
-    succeeded_mono_s: float | None = None
-    """When the last one succeeded; None before the first."""
-    kept_bytes: int | None = None
-    """Size of the commits that it kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +65,10 @@ class Snapshot:
     mirror: MirrorStatus | None = None
     mirror_objects_taken: int = 0
     """Objects that a restore took from the mirror."""
-    prune: PruneFigures | None = None
-    """None: the daemon does not prune."""
+    prune: PruneStatus | None = None
+    """None: the daemon does not prune.  The report adds the age."""
+    pruned_mono_s: float | None = None
+    """When the last prune succeeded; None before the first."""
     loss: LossFigures = LossFigures()
     log_lines_dropped: int = 0
     notifications: NotificationsStatus | None = None

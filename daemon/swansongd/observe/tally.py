@@ -6,7 +6,7 @@ No decision depends on it.  Instants called ``*_mono_s`` are of this VM's monoto
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from swansongd.core.events import (
     CommitDone,
@@ -17,51 +17,27 @@ from swansongd.core.events import (
 from swansongd.core.state import State
 from swansongd.observe.facts import NewestDated, TrainerRefused
 from swansongd.observe.observer import Observation
-
-
-@dataclass(frozen=True, slots=True)
-class RefusedRanks:
-    """Processes that were refused because another one has their rank: number and last one."""
-
-    count: int = 0
-    reason: str = ""
-    mono_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class FailedSaves:
-    """Checkpoints that the trainer failed to write since the daemon started: number and last one.
-
-    A checkpoint counts once although each of its ranks may report the failure.
-    """
-
-    count: int = 0
-    request_id: str = ""
-    """Empty for a checkpoint of the trainer's own schedule."""
-    step: int | None = None
-    rank: int | None = None
-    """The first rank that reported the failure."""
-    reason: str = ""
-    mono_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class DroppedSets:
-    """Sealed sets that were deleted unsent since the daemon started, because newer ones supersede them."""
-
-    count: int = 0
-    step: int | None = None
-    """Step of the newest one."""
-    mono_s: float = 0.0
+from swansongd.observe.status import (
+    DroppedStatus,
+    FailedSavesStatus,
+    FailedSaveStatus,
+    RefusedStatus,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """The figures at one moment."""
+    """The figures at one moment.  The report sets their ages, from the instants."""
 
-    refused: RefusedRanks = RefusedRanks()
-    failed_saves: FailedSaves = FailedSaves()
-    dropped: DroppedSets = DroppedSets()
+    refused: RefusedStatus = field(default_factory=RefusedStatus)
+    refused_mono_s: float | None = None
+    failed_saves: FailedSavesStatus = field(default_factory=FailedSavesStatus)
+    """A checkpoint counts once although each of its ranks may report the failure; the first one is named."""
+    failed_mono_s: float = 0.0
+    failed_request_id: str = ""
+    """Empty for a checkpoint of the trainer's own schedule."""
+    dropped: DroppedStatus = field(default_factory=DroppedStatus)
+    dropped_mono_s: float | None = None
     committed_mono_s: float | None = None
     """When the newest whole commit became whole.  For a commit that a claim found it is known once its
     manifest is read, by the wall clocks of two VMs."""
@@ -88,28 +64,29 @@ class Tally:
             case NewestDated(ref, age_s) if ref == newest and self.figures.committed_mono_s is None:
                 self._put(committed_mono_s=now_mono_s - age_s)
             case TrainerRefused(_, reason):
-                count = self.figures.refused.count + 1
-                self._put(refused=RefusedRanks(count, reason, now_mono_s))
+                refused = RefusedStatus(count=self.figures.refused.count + 1, last=reason or None)
+                self._put(refused=refused, refused_mono_s=now_mono_s)
             case TrainerFailed(failed_step=int()):
                 self._record_failed(before, event, now_mono_s)
         for action in actions:
             match action:
                 case Log(event="unsent_set_dropped", facts=(("step", int(step)), *_)):
-                    count = self.figures.dropped.count + 1
-                    self._put(dropped=DroppedSets(count, step, now_mono_s))
+                    dropped = DroppedStatus(count=self.figures.dropped.count + 1, step=step)
+                    self._put(dropped=dropped, dropped_mono_s=now_mono_s)
 
     def _record_failed(self, before: State, event: TrainerFailed, now_mono_s: float) -> None:
-        trainer, last = before.ranks.on(event.connection), self.figures.failed_saves
-        if (event.request_id, event.failed_step) != (last.request_id, last.step):
-            failed = FailedSaves(
-                last.count + 1,
-                event.request_id,
-                event.failed_step,
-                None if trainer is None else trainer.rank,
-                event.reason,
-                now_mono_s,
-            )
-            self._put(failed_saves=failed)
+        failed, request_id = self.figures.failed_saves, event.request_id
+        last_step = None if failed.last is None else failed.last.step
+        if (request_id, event.failed_step) == (self.figures.failed_request_id, last_step):
+            return
+        trainer = before.ranks.on(event.connection)
+        rank = None if trainer is None else trainer.rank
+        last = FailedSaveStatus(step=event.failed_step, rank=rank, reason=event.reason, age_s=0.0)
+        self._put(
+            failed_saves=FailedSavesStatus(count=failed.count + 1, last=last),
+            failed_mono_s=now_mono_s,
+            failed_request_id=request_id,
+        )
 
     def _put(self, **changed: object) -> None:
         self.figures = replace(self.figures, **changed)  # type: ignore[arg-type]

@@ -43,7 +43,6 @@ from swansongd.flush.pruner import Pruner
 from swansongd.flush.shared_link import SharedLink, lock_run
 from swansongd.flush.store_health import StoreHealth
 from swansongd.observe.facts import Observed
-from swansongd.observe.snapshot import PruneFigures
 from swansongd.staging.prepare import RunDirectory
 
 SMALL_CONNECTIONS = 4
@@ -202,15 +201,17 @@ class Storage:
             is_fenced=lambda: state().starts.fenced_by is not None,
         )
         self._warmer = Warmer(self.backend, stop=stop, report=self._health.warmed)
-        self._pruner = Pruner(
-            small_store,
-            self.keys,
-            config.retention,
-            may_prune=lambda: limits.may_prune(state()),
-            is_urgent=is_urgent,
-            stop=stop,
-        )
-        self._prunes = config.retention.in_daemon
+        self.pruner: Pruner | None = None
+        """None: the daemon does not prune."""
+        if config.retention.in_daemon:
+            self.pruner = Pruner(
+                small_store,
+                self.keys,
+                config.retention,
+                may_prune=lambda: limits.may_prune(state()),
+                is_urgent=is_urgent,
+                stop=stop,
+            )
 
     def start(self) -> None:
         """Start the threads: claim a generation, keep the store warm, record resumes, copy, prune.
@@ -224,8 +225,8 @@ class Storage:
             self._link.start()
         if self.mirroring is not None:
             self.mirroring.start()
-        if self._prunes:
-            self._pruner.start()
+        if self.pruner is not None:
+            self.pruner.start()
 
     def check_fence(self) -> None:
         """Look whether another VM has taken the run over, in the store or in the mirror."""
@@ -247,11 +248,6 @@ class Storage:
     def store_errors(self) -> dict[str, int]:
         """Attempts at requests that failed, by kind."""
         return self._health.errors
-
-    @property
-    def prune_figures(self) -> PruneFigures | None:
-        """None: the daemon does not prune."""
-        return self._pruner.figures if self._prunes else None
 
     def _retrying(self, store: ObjectStore, give_up_mono_s: Callable[[], float | None]) -> Retrying:
         return Retrying(

@@ -78,7 +78,7 @@ def test_the_daemon_prunes_at_intervals(store: MemoryStore) -> None:
     assert not failures
     figures = under_test.figures
     assert len(store.objects) == 2
-    assert figures.succeeded_mono_s is not None
+    assert under_test.succeeded_mono_s is not None
     assert (figures.freed_bytes > 0, figures.kept_bytes) == (True, 1)
 
 

@@ -44,13 +44,14 @@ from swansongd.observe.families import BUCKETS_S, Histogram
 from swansongd.observe.metrics import DaemonCollector
 from swansongd.observe.observer import Observation
 from swansongd.observe.phase import Phase
-from swansongd.observe.snapshot import LossFigures, PruneFigures, Snapshot
+from swansongd.observe.snapshot import LossFigures, Snapshot
 from swansongd.observe.status import (
     STORE_HEALTH,
     MirrorLagStatus,
     MirrorState,
     MirrorStatus,
     NotificationsStatus,
+    PruneStatus,
     SenderStatus,
     StagingStatus,
 )
@@ -69,9 +70,7 @@ MIRROR = MirrorStatus(
     copied_bytes=9 * MIB,
     damaged=1,
 )
-PRUNE = PruneFigures(
-    failures=1, commits=3, freed_bytes=5 * MIB, succeeded_mono_s=900.0, kept_bytes=50 * MIB
-)
+PRUNE = PruneStatus(failures=1, commits=3, freed_bytes=5 * MIB, kept_bytes=50 * MIB)
 GPU = GpuStatus(
     pci="0000:3b:00",
     index=0,
@@ -127,6 +126,7 @@ def full() -> Watched:
     story.figures = {
         "mirror": MIRROR,
         "prune": PRUNE,
+        "pruned_mono_s": 900.0,
         "loss": LOSS,
         "staging": StagingStatus(size_bytes=100 * MIB, free_bytes=40 * MIB),
         "store_answered_mono_s": 1000.0,
