@@ -50,7 +50,9 @@ def record_progress(transition: Transition, event: events.FlushProgress) -> None
         moved = replace(moved, sampled_mono_s=sampled_mono_s, sampled_bytes=moved.bytes_sent)
     flush = transition.state.flush
     stored_bytes = {**flush.stored_bytes, flight.staged.id: event.bytes_stored}
-    _put(transition, replace(flush, flight=moved, stored_bytes=stored_bytes))
+    sent_bytes = flush.sent_bytes + moved.bytes_sent - flight.bytes_sent
+    flush = replace(flush, flight=moved, stored_bytes=stored_bytes, sent_bytes=sent_bytes)
+    _put(transition, flush)
     sample_bandwidth(transition)
 
 
@@ -71,7 +73,9 @@ def record_flushed(transition: Transition, event: events.Flushed) -> Staged | No
     learning.record_flushed(transition, flight, event, sent)
     _learn_from_the_end(transition, flight, sent)
     others = {id_: size for id_, size in flush.stored_bytes.items() if id_ != flight.staged.id}
-    _put(transition, replace(flush, flight=None, failures=0, stored_bytes=others))
+    sent_bytes = flush.sent_bytes + sent - flight.bytes_sent
+    flush = replace(flush, flight=None, failures=0, stored_bytes=others, sent_bytes=sent_bytes)
+    _put(transition, flush)
     transition.mark("flushed", step=flight.staged.id.step, size_bytes=size_bytes)
     return flight.staged
 
@@ -169,8 +173,12 @@ def cut_backoff(transition: Transition) -> None:
 def forget(transition: Transition) -> None:
     """Forget the flush in flight and the failures; the number of flushes makes their ids unique."""
     flush = transition.state.flush
-    until_mono_s = flush.link_needed_until_mono_s
-    _put(transition, FlushState(flushes=flush.flushes, link_needed_until_mono_s=until_mono_s))
+    kept = FlushState(
+        flushes=flush.flushes,
+        sent_bytes=flush.sent_bytes,
+        link_needed_until_mono_s=flush.link_needed_until_mono_s,
+    )
+    _put(transition, kept)
 
 
 def back_off(transition: Transition) -> None:

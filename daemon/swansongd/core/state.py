@@ -379,6 +379,8 @@ class FlushState:
     flushes: int = 0
     stored_bytes: Mapping[CheckpointId, int] = field(default_factory=dict)
     """Bytes of each set that are stored, by this flush or an earlier one."""
+    sent_bytes: int = 0
+    """Bytes that all flushes have sent since the daemon's start."""
     failures: int = 0
     retry_mono_s: float = 0.0
     """End of the backoff after a failure of the store."""

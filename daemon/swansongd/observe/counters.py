@@ -16,9 +16,7 @@ from swansongd.core.events import (
     CommitDone,
     CommitFailed,
     Conclude,
-    Flushed,
     FlushFailed,
-    FlushProgress,
     Mark,
 )
 from swansongd.core.state import State
@@ -58,7 +56,6 @@ class Counters:
         self.follow_ups = 0
         self.commits: Mapping[str, int] = {kind.value: 0 for kind in CheckpointKind}
         self.commit_failures = 0
-        self.flush_bytes = 0
         self.flush_failures = 0
         self.phases: Mapping[str, Histogram] = {phase: Histogram() for phase in PHASES}
         self.durations = Histogram()
@@ -84,8 +81,6 @@ class Counters:
         ):
             self._record_verdict(after.course.last_verdict)
         match event:
-            case FlushProgress() | Flushed():
-                self._count_flush(before, after, event)
             case FlushFailed():
                 self.flush_failures += not event.void
             case CommitDone():
@@ -113,19 +108,6 @@ class Counters:
             if each.evacuation_id != last.evacuation_id
         }
         self.last_verdicts = {**others, is_drill(last.notices): last}
-
-    def _count_flush(self, before: State, after: State, event: FlushProgress | Flushed) -> None:
-        flight = before.flush.flight
-        if flight is None or flight.flush_id != event.flush_id:
-            return
-        sent: int | None = None
-        if isinstance(event, Flushed):
-            left = flight.staged.size_bytes - max(flight.bytes_before, event.bytes_referenced)
-            sent = left if event.bytes_sent is None else event.bytes_sent
-        elif after.flush.flight is not None and after.flush.flight.flush_id == event.flush_id:
-            sent = after.flush.flight.bytes_sent
-        if sent is not None:
-            self.flush_bytes += max(0, sent - flight.bytes_sent)
 
     def _count_commit(self, before: State, event: CommitDone) -> None:
         stored = next(

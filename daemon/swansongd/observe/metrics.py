@@ -110,7 +110,7 @@ class DaemonCollector:
         sheet = Sheet(FAMILIES, run=status.run)
         self._put_daemon(sheet, snapshot, status)
         self._put_commits(sheet, snapshot, status)
-        self._put_flush(sheet, status)
+        self._put_flush(sheet, snapshot, status)
         self._put_sources(sheet, snapshot, status)
         self._put_evacuations(sheet, snapshot)
         self._put_trainers(sheet, snapshot)
@@ -161,9 +161,9 @@ class DaemonCollector:
         sheet.put("swansong_dropped_sets_total", status.unsent.dropped.count)
         sheet.put("swansong_save_failures_total", status.failed_saves.count)
 
-    def _put_flush(self, sheet: Sheet, status: DaemonStatus) -> None:
+    def _put_flush(self, sheet: Sheet, snapshot: Snapshot, status: DaemonStatus) -> None:
         store, staging = status.store, status.staging
-        sheet.put("swansong_flush_bytes_total", self._counters.flush_bytes)
+        sheet.put("swansong_flush_bytes_total", snapshot.state.flush.sent_bytes)
         sheet.put("swansong_flush_referenced_bytes_total", status.bytes_referenced)
         sheet.put("swansong_flush_bandwidth_bytes_per_second", status.bandwidth_bytes_per_s)
         sheet.put("swansong_flush_failures_total", self._counters.flush_failures)

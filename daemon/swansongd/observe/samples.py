@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from swansongd.core.events import Flushed
-from swansongd.core.state import State
 from swansongd.observe.observer import Observation
 
 SAMPLES_MAX = 240
@@ -20,23 +18,20 @@ class FlushSamples:
         self._opened_mono_s = 0.0
         self._interval_s = INTERVAL_S
         self._samples: list[tuple[float, int]] = []
-        self._flush_id = ""
-        self._flush_bytes = 0
-        """Bytes of the flush in flight, those from before the opening included."""
+        self._bytes_before = 0
+        """Bytes that were sent before the opening."""
         self._bytes_sent = 0
 
     def observe(self, observation: Observation) -> None:
-        before, after, event, _, now_mono_s = observation
+        before, after, _, _, now_mono_s = observation
         evacuation = after.evacuation
         if evacuation is None:
             return
         if evacuation.id != self._evacuation_id:
-            self._begin(evacuation.id, evacuation.opened_mono_s, before)
-        for state in (before, after):
-            if state.flush.flight is not None:
-                self._count(state.flush.flight.flush_id, state.flush.flight.bytes_sent)
-        if isinstance(event, Flushed) and event.bytes_sent is not None:
-            self._count(event.flush_id, event.bytes_sent)
+            self._evacuation_id, self._opened_mono_s = evacuation.id, evacuation.opened_mono_s
+            self._interval_s, self._samples = INTERVAL_S, [(0.0, 0)]
+            self._bytes_before = before.flush.sent_bytes
+        self._bytes_sent = after.flush.sent_bytes - self._bytes_before
         self._sample(now_mono_s)
 
     def taken(self, evacuation_id: str, now_mono_s: float) -> tuple[tuple[float, int], ...]:
@@ -46,19 +41,6 @@ class FlushSamples:
         newest = (self._at_s(now_mono_s), self._bytes_sent)
         earlier = [sample for sample in self._samples if sample[0] < newest[0]]
         return (*earlier[: SAMPLES_MAX - 1], newest)
-
-    def _begin(self, evacuation_id: str, opened_mono_s: float, before: State) -> None:
-        self._evacuation_id, self._opened_mono_s = evacuation_id, opened_mono_s
-        self._interval_s, self._samples, self._bytes_sent = INTERVAL_S, [(0.0, 0)], 0
-        flight = before.flush.flight
-        self._flush_id = "" if flight is None else flight.flush_id
-        self._flush_bytes = 0 if flight is None else flight.bytes_sent
-
-    def _count(self, flush_id: str, bytes_sent: int) -> None:
-        if flush_id != self._flush_id:
-            self._flush_id, self._flush_bytes = flush_id, 0
-        self._bytes_sent += max(0, bytes_sent - self._flush_bytes)
-        self._flush_bytes = max(self._flush_bytes, bytes_sent)
 
     def _sample(self, now_mono_s: float) -> None:
         at_s = self._at_s(now_mono_s)

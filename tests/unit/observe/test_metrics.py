@@ -24,6 +24,7 @@ from swansong_bucket.model import (
     Severity,
     Verdict,
 )
+from swansongd.core import machine
 from swansongd.core.events import (
     Conclude,
     Flushed,
@@ -372,8 +373,11 @@ def test_without_a_new_set_the_older_one_ends_the_phases() -> None:
     assert found['swansong_evacuation_phase_seconds_count{phase="commit"}'] == 1.0
 
 
-def test_the_bytes_of_a_flush_count_once() -> None:
-    """Progress and the end of a flush add up to its bytes, and referenced bytes are not sent."""
+def test_the_bytes_of_flushes_count_once() -> None:
+    """Progress and the end of a flush add up to its bytes, and referenced bytes are not sent.
+
+    The next flush adds to them.  A rebuilt state keeps the number: a counter must not decrease.
+    """
     story = Watched()
     story.seal(10)
     flight = story.flight
@@ -384,6 +388,10 @@ def test_the_bytes_of_a_flush_count_once() -> None:
     story.tell(Flushed(flight.flush_id, shards, bytes_referenced=40 * MIB))
     story.tell(FlushProgress(flight.flush_id, 99 * MIB, bytes_sent=99 * MIB))
     assert story.scrape()["swansong_flush_bytes_total"] == 60 * MIB
+    story.seal(20)
+    story.tell(FlushProgress(story.flight.flush_id, 5 * MIB, bytes_sent=5 * MIB))
+    story.state = machine.rebuilt(story.state)
+    assert story.scrape()["swansong_flush_bytes_total"] == 65 * MIB
 
 
 def test_failures_are_counted() -> None:

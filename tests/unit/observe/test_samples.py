@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of an evacuation are bounded, ascend, and count each byte that was sent once."""
+"""The samples of an evacuation are bounded, ascend, and count the bytes since its opening."""
 
 from __future__ import annotations
 
@@ -7,29 +7,19 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from swansongd.core.events import Flushed, FlushProgress, Tick
+from swansongd.core.events import Tick
 from swansongd.core.planner import Plan, PlanKind
-from swansongd.core.state import Evacuation, Flight, Settings, State
+from swansongd.core.state import Evacuation, Settings, State
 from swansongd.observe.observer import Observation
 from swansongd.observe.samples import INTERVAL_S, SAMPLES_MAX, FlushSamples
-
-from testkit.story import a_set
 
 OPENED_S = 1000.0
 QUIET = State(settings=Settings(reserve_s=5.0, signals_trainer=False))
 
 
-def flying(state: State, flush_id: str, bytes_sent: int) -> State:
-    """The state with a flush in flight."""
-    flight = Flight(
-        flush_id=flush_id,
-        staged=a_set(7),
-        started_mono_s=OPENED_S,
-        first_started_mono_s=OPENED_S,
-        sampled_mono_s=OPENED_S,
-        bytes_sent=bytes_sent,
-    )
-    return replace(state, flush=replace(state.flush, flight=flight))
+def sent(state: State, sent_bytes: int) -> State:
+    """The state after flushes have sent this number of bytes since the daemon's start."""
+    return replace(state, flush=replace(state.flush, sent_bytes=sent_bytes))
 
 
 def opened(state: State, evacuation_id: str = "e1", at_s: float = OPENED_S) -> State:
@@ -44,38 +34,29 @@ def opened(state: State, evacuation_id: str = "e1", at_s: float = OPENED_S) -> S
     return replace(state, evacuation=evacuation)
 
 
-def sent(flush_id: str, bytes_sent: int) -> FlushProgress:
-    return FlushProgress(flush_id, bytes_sent, bytes_sent)
-
-
-def test_bytes_count_from_the_opening_over_all_flushes() -> None:
-    """A flush from before the notice counts only with its later bytes; the next flush adds to them."""
+def test_bytes_count_from_the_opening() -> None:
+    """Bytes from before the notice do not count."""
     samples = FlushSamples()
-    before = flying(QUIET, "f1", 100)
+    before = sent(QUIET, 100)
     after = opened(before)
     samples.observe(Observation(before, after, Tick(), (), OPENED_S))
     assert samples.taken("e1", OPENED_S) == ()
-    further = flying(after, "f1", 150)
-    samples.observe(Observation(after, further, sent("f1", 150), (), OPENED_S + 1))
-    done = replace(further, flush=replace(further.flush, flight=None))
-    samples.observe(Observation(further, done, Flushed("f1", (), bytes_sent=170), (), OPENED_S + 2))
-    second = flying(done, "f2", 30)
-    samples.observe(Observation(done, second, sent("f2", 30), (), OPENED_S + 3))
-    assert samples.taken("e1", OPENED_S + 4) == (
-        (0.0, 0), (1.0, 50), (2.0, 70), (3.0, 100), (4.0, 100),
-    )  # fmt: skip
+    further = sent(after, 150)
+    samples.observe(Observation(after, further, Tick(), (), OPENED_S + 1))
+    samples.observe(Observation(further, sent(further, 170), Tick(), (), OPENED_S + 2))
+    assert samples.taken("e1", OPENED_S + 3) == ((0.0, 0), (1.0, 50), (2.0, 70), (3.0, 70))
 
 
 def test_another_evacuation_begins_again() -> None:
     """The samples of the earlier evacuation are dropped."""
     samples = FlushSamples()
-    first = flying(opened(QUIET), "f1", 50)
-    samples.observe(Observation(opened(QUIET), first, sent("f1", 50), (), OPENED_S + 1))
+    first = sent(opened(QUIET), 50)
+    samples.observe(Observation(opened(QUIET), first, Tick(), (), OPENED_S + 1))
     second = opened(first, "e2", OPENED_S + 10)
     samples.observe(Observation(first, second, Tick(), (), OPENED_S + 10))
     assert samples.taken("e1", OPENED_S + 11) == ()
-    further = flying(second, "f1", 60)
-    samples.observe(Observation(second, further, sent("f1", 60), (), OPENED_S + 11))
+    further = sent(second, 60)
+    samples.observe(Observation(second, further, Tick(), (), OPENED_S + 11))
     assert samples.taken("e2", OPENED_S + 11) == ((0.0, 0), (1.0, 10))
 
 
@@ -86,10 +67,8 @@ def test_samples_are_bounded(seconds: int) -> None:
     state, at_s, step_s = opened(QUIET), 0.0, 0.05 if seconds < 100 else 0.5
     while at_s < seconds:
         at_s += step_s
-        further = flying(state, "f1", int(1000 * at_s))
-        samples.observe(
-            Observation(state, further, sent("f1", int(1000 * at_s)), (), OPENED_S + at_s)
-        )
+        further = sent(state, int(1000 * at_s))
+        samples.observe(Observation(state, further, Tick(), (), OPENED_S + at_s))
         state = further
     taken = samples.taken("e1", OPENED_S + at_s)
     times = [sample[0] for sample in taken]
