@@ -86,15 +86,8 @@ class Command:
     def put(self, notification: Notification) -> None:
         """Queue a notification, unless the command is not for it or has run for it."""
         is_wanted = notification.kind.value in self._config.exec_on and notification.source != DRILL
-        is_condition = notification.kind in (
-            NotificationKind.STALL,
-            NotificationKind.BLIND,
-            NotificationKind.MARGIN,
-            NotificationKind.METRICS,
-        )
-        is_end = bool(notification.ends) or (is_condition and notification.is_over)
         key = _key(notification)
-        if not is_wanted or is_end or key in self._queued or self._record.has(key):
+        if not is_wanted or notification.ends or key in self._queued or self._record.has(key):
             return
         if self._rates[notification.kind].take(time.monotonic()):
             self._queued.add(key)

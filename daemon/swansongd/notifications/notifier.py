@@ -22,11 +22,9 @@ from swansongd.observe.conditions import Watch
 from swansongd.observe.facts import StepsCompared
 from swansongd.observe.heartbeat import Stretch, continued, why_silent
 from swansongd.observe.notifications import (
-    GROUPS,
     Notification,
     Origin,
     caused,
-    end_of,
     of_comparison,
     of_resume,
 )
@@ -73,11 +71,9 @@ class Notifier:
         self._webhook = Webhook(config, origin, record) if config.has_webhook else None
         self._command = Command(config, origin, record) if config.exec else None
         self._heartbeat = Heartbeat(config, self._why_silent) if config.has_heartbeat else None
-        self._watch = Watch(settle_s, {each for each in record.begun if each not in GROUPS})
-        self._settle_s = settle_s
+        self._watch = Watch(settle_s, set(record.begun))
         self._training = training
         self._metrics_failure = metrics_failure
-        self._answered_mono_s: dict[str, float] = {}
         self._latest: tuple[State, float] | None = None
         self._stretch: Stretch | None = None
         self._never = threading.Event()
@@ -158,30 +154,17 @@ class Notifier:
         if self._latest is None:
             return
         state, _ = self._latest
-        now_mono_s = time.monotonic()
-        step = self._training().step
         due = self._watch.look(
             state,
-            step=step,
-            now_mono_s=now_mono_s,
+            step=self._training().step,
+            now_mono_s=time.monotonic(),
             wall_s=time.time(),
             metrics_failure=self._metrics_failure(),
+            told=frozenset() if self._webhook is None else self._webhook.open,
         )
         for made in due:
             self._put(made)
-        told = frozenset[str]() if self._webhook is None else self._webhook.open
-        for group in GROUPS:
-            self._end(group, group in told, state, now_mono_s)
-        self._record.set_begun(frozenset(self._watch.begun) | (told & GROUPS))
-
-    def _end(self, group: str, is_open: bool, state: State, now_mono_s: float) -> None:
-        """End a problem whose end was not told: a notice was withdrawn while no daemon ran."""
-        step = self._training().step
-        made = end_of(group, state, step=step, wall_s=time.time()) if is_open else None
-        if made is None:
-            self._answered_mono_s.pop(group, None)
-        elif now_mono_s - self._answered_mono_s.setdefault(group, now_mono_s) >= self._settle_s:
-            self._put(made)
+        self._record.set_begun(frozenset(self._watch.begun))
 
     def _why_silent(self) -> str:
         if self._latest is None:

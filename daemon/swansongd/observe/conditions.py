@@ -13,7 +13,15 @@ from swansong_bucket.model import Health
 
 from swansongd.core.state import State
 from swansongd.observe.margin import margins
-from swansongd.observe.notifications import Importance, Notification, NotificationKind, text
+from swansongd.observe.notifications import (
+    DRILLS,
+    GROUPS,
+    Importance,
+    Notification,
+    NotificationKind,
+    is_answered,
+    text,
+)
 from swansongd.observe.stall import stalled
 from swansongd.observe.status import STORE_HEALTH
 
@@ -36,6 +44,7 @@ class Condition:
         return Notification(
             key=f"{group}/{'begun' if self.holds else 'over'}/{since_wall_s:.3f}",
             group=group,
+            ends="" if self.holds else f"{group}/",
             kind=self.kind,
             is_over=not self.holds,
             summary=text(self.summary),
@@ -49,16 +58,22 @@ class Condition:
 
 
 def conditions(
-    state: State, step: int, now_mono_s: float, metrics_failure: str = ""
+    state: State,
+    step: int,
+    now_mono_s: float,
+    metrics_failure: str = "",
+    told: frozenset[str] = frozenset(),
 ) -> dict[str, Condition]:
     """The known conditions by group.  One that is absent is unknown: its last value remains.
 
     Args:
         step: newest one that training has completed.
         metrics_failure: why ``metrics.listen`` is not served.
+        told: groups whose last message was not their end.
     """
     found = {f"blind/{name}": made for name, made in _blind(state).items()}
     found["metrics"] = _metrics(metrics_failure)
+    found |= {group: _notices(state, group) for group in GROUPS & told}
     stall = _stall(state, step, now_mono_s)
     if stall is not None:
         found["stall"] = stall
@@ -98,6 +113,15 @@ def _metrics(failure: str) -> Condition:
         else "The metrics are served again",
         reason=failure,
         importance=Importance.ERROR,
+    )
+
+
+def _notices(state: State, group: str) -> Condition:
+    """A problem that began with a notice.  No decision ends it if no daemon ran when it ended."""
+    return Condition(
+        kind=NotificationKind.NOTICE,
+        holds=not is_answered(state, is_drill=group == DRILLS),
+        summary="No notice is in force, or SAFE answers it",
     )
 
 
@@ -156,14 +180,16 @@ class Watch:
         now_mono_s: float,
         wall_s: float,
         metrics_failure: str = "",
+        told: frozenset[str] = frozenset(),
     ) -> list[Notification]:
         """The notifications that are due; call it about once a second.
 
         Args:
-            step, metrics_failure: see :func:`conditions`.
+            step, metrics_failure, told: see :func:`conditions`.
         """
         found = []
-        known = conditions(state, step, now_mono_s, metrics_failure)
+        self.begun = (self.begun - GROUPS) | (told & GROUPS)
+        known = conditions(state, step, now_mono_s, metrics_failure, told)
         for group in self._changed_mono_s.keys() - known.keys():
             del self._changed_mono_s[group]
         for group, condition in known.items():

@@ -66,7 +66,7 @@ class Notification:
     group: str
     """The same for the start and the end of one problem."""
     ends: str = ""
-    """With the end of a notice: beginning of the keys that count as new from now on."""
+    """With the end of a notice or a condition: beginning of the keys that count as new from now on."""
     kind: NotificationKind
     is_over: bool = False
     """The problem has ended: the condition, or every notice is gone or answered by SAFE."""
@@ -242,23 +242,6 @@ def _notice_over(
 
 def _group(*, is_drill: bool) -> str:
     return DRILLS if is_drill else NOTICES
-
-
-def end_of(group: str, state: State, *, step: int, wall_s: float) -> Notification | None:
-    """The end of one of :data:`GROUPS`, for receivers that missed it; None while it needs an answer."""
-    if not is_answered(state, is_drill=group == DRILLS):
-        return None
-    return Notification(
-        key=f"{group}/over/{wall_s:.3f}",
-        group=group,
-        kind=NotificationKind.NOTICE,
-        is_over=True,
-        summary="No notice is in force, or SAFE answers it",
-        importance=Importance.INFO,
-        wall_s=wall_s,
-        step=step,
-        generation=state.generation,
-    )
 
 
 def is_answered(state: State, *, is_drill: bool) -> bool:

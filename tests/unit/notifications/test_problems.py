@@ -23,7 +23,7 @@ from swansongd.observe.observer import Observation
 
 from testkit.story import Story
 
-WEBHOOK: dict[str, Any] = {"webhook_url": "http://127.0.0.1:9"}
+RECEIVERS: dict[str, Any] = {"webhook_url": "http://127.0.0.1:9", "exec": ("/bin/true",)}
 
 
 class Watched(Story):
@@ -39,7 +39,7 @@ class Watched(Story):
 
     def start_notifier(self, kinds: tuple[str, ...] = NotifyConfig().kinds) -> None:
         self.record = SentNotifications(self.own_fd, boot_id="boot")
-        config = NotifyConfig(**WEBHOOK, kinds=kinds)
+        config = NotifyConfig(**RECEIVERS, kinds=kinds)
         self.notifier = Notifier(config, run="run", vm="vm", record=self.record, settle_s=0.0)
 
     def observe(self, observation: Observation) -> None:
@@ -176,6 +176,18 @@ def test_a_notice_that_is_withdrawn_while_no_daemon_runs_is_over(own_fd: int) ->
     assert story.got[-1].summary == "No notice is in force, or SAFE answers it"
     story.look()
     assert [n.is_over for n in story.got] == [False, True]
+
+
+def test_a_missed_end_runs_no_command(own_fd: int) -> None:
+    """The command is for what begins: it might order another VM for the end of a notice or a drill."""
+    story = trained(own_fd)
+    story.notice(100)
+    story.notice(100, DRILL)
+    story.restart(keeps_notices=False)
+    story.look()
+    assert story.shows == {NOTICES: False, DRILLS: False}
+    assert story.notifier._command is not None
+    assert story.notifier._command.outbox.status().queued == 0
 
 
 def test_a_flood_of_notices_leaves_no_problem_open() -> None:
