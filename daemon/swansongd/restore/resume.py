@@ -45,7 +45,6 @@ from swansongd.observe.facts import RestoreAnswered
 from swansongd.observe.status import STORE_HEALTH
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.downloads import BUDGET_S, Downloads
-from swansongd.restore.refusals import Refusals
 from swansongd.restore.wish import Choice, Wish, union
 from swansongd.trainers.admission import Reply
 
@@ -61,23 +60,31 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CachedAnswer:
-    """The answer for the ranks of one start, or the one for all queries of one commit."""
+    """The answer for the ranks of one start."""
 
     answer: Restored
-    start_id: str = ""
-    named: CommitRef | None = None
-    """The commit that the query named."""
-    wish: Wish | None = None
+    start_id: str
+    wish: Wish | None
     """Of a download; None for a set in staging and for a fresh run."""
-
-    def is_there(self) -> bool:
-        """Whether its directory exists; the answer for a fresh run names none."""
-        return not self.answer.path or Path(self.answer.path).is_dir()
 
     def is_for(self, start_id: str) -> bool:
         """Whether it answers this start; a download that is gone is fetched again."""
-        is_of_start = bool(start_id) and self.start_id == start_id
-        return is_of_start and (self.wish is not None or self.is_there())
+        path = self.answer.path  # the answer for a fresh run has none
+        is_there = self.wish is not None or not path or Path(path).is_dir()
+        return self.start_id == start_id and is_there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Refusal:
+    """A commit that the ranks of a job over several VMs refuse, because it is damaged.
+
+    This start of the training loads neither this commit nor a newer one.  The next start tries it again,
+    because an operator may have repaired it.
+    """
+
+    start_id: str
+    ref: CommitRef
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +110,6 @@ class Resume:
         self._state = context.state
         self._stop = context.stop
         self._monotonic = context.monotonic
-        self._mirror = context.mirror
         self.downloads = Downloads(context)
         self.downloads.listener = self._report
         self.answered: Callable[[], None] = lambda: None
@@ -113,11 +119,9 @@ class Resume:
         self._reported_mono_s = context.monotonic()
         self._waited_mono_s = -math.inf
         """When the queries last had to wait for another VM."""
-        self._cached: _CachedAnswer | None = None
-        """The newest answer."""
         self._given: _CachedAnswer | None = None
         """The answer of the newest start, which its late ranks get also after answers to an operator."""
-        self._refusals = Refusals(context.state)
+        self._last_refusal: _Refusal | None = None
         self._changed = threading.Condition()
         self._waiting: deque[_Ticket] = deque()
         self._current: _Ticket | None = None
@@ -269,7 +273,7 @@ class Resume:
         """The newest checkpoint."""
         state = self._scanned()
         store = self._store()
-        refusal = self._refusals.current()
+        refusal = self._refusal
         before = None if refusal is None else refusal.ref
         newest = commit.newest_whole_commit(
             store, self._keys, before=before, near=state.generation or 0
@@ -281,46 +285,53 @@ class Resume:
                 hint="See: swansong verify",
             )
         own = resume.newest_local(state, newest)
+        wish = None
         if own is not None:
             answer = self._in_staging(own, state)
         else:
             answer = self._fetched(Wish(ref=newest, before=before))
-        is_download = own is None and bool(answer.path)
-        named = CommitRef(answer.generation, answer.step) if is_download else None
-        # Late ranks get the same commit, also if the newest one was damaged, or newer ones exist by then.
-        wish = None if named is None else Wish(ref=named, choice=Choice.NAMED)
-        self._keep(_CachedAnswer(answer=answer, start_id=start_id, named=named, wish=wish))
+            if answer.path:
+                # Late ranks get the same commit, also if the newest one was damaged, or newer
+                # ones exist by then.
+                wish = _by_name(CommitRef(answer.generation, answer.step))
+        self._keep(answer, start_id, wish)
         return answer
 
-    def _keep(self, answer: _CachedAnswer) -> None:
-        self._cached = answer
-        if answer.start_id:
-            self._given = answer
+    def _keep(self, answer: Restored, start_id: str, wish: Wish | None) -> None:
+        if start_id:
+            self._given = _CachedAnswer(answer=answer, start_id=start_id, wish=wish)
 
     def _named(self, ref: CommitRef) -> Restored:
         """This commit, downloaded once for all ranks of this VM; refused once it proves damaged."""
-        refusal = self._refusals.current()
+        refusal = self._refusal
         if refusal is not None and ref >= refusal.ref:
             raise NothingToRestore(f"{ref} is damaged: {refusal.reason}", is_damaged=True)
-        cached = self._cached
         try:
-            if cached is not None and cached.named == ref and cached.is_there():
-                return self._repeated(cached)
-            return self._fetch_named(ref)
+            return self._fetched(_by_name(ref))
         except NothingToRestore as error:
             if error.is_damaged:
                 self._refuse(ref, error.line())
             raise
 
-    def _refuse(self, ref: CommitRef, reason: str) -> None:
-        if self._refusals.add(ref, reason):
-            self._cached = self._given = None
+    @property
+    def _refusal(self) -> _Refusal | None:
+        """The refusal of the oldest commit in this start of the training."""
+        last = self._last_refusal
+        return last if last is None or last.start_id == self._newest_start_id() else None
 
-    def _fetch_named(self, ref: CommitRef) -> Restored:
-        wish = Wish(ref=ref, choice=Choice.NAMED)
-        answer = self._fetched(wish)
-        self._keep(_CachedAnswer(answer=answer, named=ref, wish=wish))
-        return answer
+    def _refuse(self, ref: CommitRef, reason: str) -> None:
+        """Refuse this commit and newer ones."""
+        earlier = self._refusal
+        if earlier is not None and earlier.ref <= ref:
+            return
+        start_id = self._newest_start_id()
+        self._last_refusal = _Refusal(start_id=start_id, ref=ref, reason=reason)
+        self._given = None
+        _log.error("commit_refused", commit=str(ref), reason=reason)
+
+    def _newest_start_id(self) -> str:
+        start = self._state().start
+        return "" if start is None else start.id
 
     def _repeated(self, cached: _CachedAnswer) -> Restored:
         """The same checkpoint, with the files that this rank reads."""
@@ -331,7 +342,7 @@ class Resume:
         committed = self._newest_healthy_commit(self._store(), query.before_step)
         if committed is None:
             raise self._nothing_before(query.before_step)
-        return self._fetch_named(CommitRef(committed.generation, committed.step))
+        return self._fetched(_by_name(CommitRef(committed.generation, committed.step)))
 
     def _rollback(self, query: RestoreQuery, post: Callable[[Event], None]) -> Restored:
         """The newest healthy checkpoint before a step; posts RolledBack once for all ranks."""
@@ -347,7 +358,7 @@ class Resume:
         else:
             raise self._nothing_before(query.before_step)
         post(RolledBack(answer.step))
-        self._keep(_CachedAnswer(answer=answer, start_id=query.start_id, wish=wish))
+        self._keep(answer, query.start_id, wish)
         return answer
 
     def _nothing_before(self, step: int) -> NothingToRestore:
@@ -432,6 +443,10 @@ class Resume:
             tickets = [*current, *self._waiting]
         for ticket in tickets:
             _send(ticket, Restoring(ticket.query.query_id, done_bytes, total_bytes))
+
+
+def _by_name(ref: CommitRef) -> Wish:
+    return Wish(ref=ref, choice=Choice.NAMED)
 
 
 def _since_s(wall_s: float) -> float:
