@@ -80,6 +80,8 @@ class Outcome:
     stall_s: float
     """Time for which follow-ups blocked training."""
     follow_ups: int
+    is_saved: bool = True
+    """False if no checkpoint after the notice was in time."""
 
 
 class Vm:
@@ -142,7 +144,7 @@ def evacuate(
     captured_s = source.uniform(0, job.step_s)
     done_s = captured_s + vm.checkpoint()
     if done_s > min(end_s, notice.deadline_s):
-        return Outcome(end_s, 0.0, 0)  # nothing is committed in time, with or without follow-ups
+        return Outcome(end_s, 0.0, 0, is_saved=False)
     stall_s, count, newest_s, now_s = 0.0, 0, captured_s, done_s
     rate = 1 / MTBF_S + notice.early_share / notice.deadline_s
     while follow_ups:
