@@ -496,6 +496,7 @@ def test_values_agree_with_the_status() -> None:
     assert found["swansong_mirror_lag_seconds"] == MIRROR.lag.seconds
     assert found["swansong_pruned_commits_total"] == 3
     assert found["swansong_prune_timestamp_seconds"] == 1.8e9 + 900.0
+    assert shown.prune == replace(PRUNE, age_s=round(story.now - 900.0, 1))
     assert found['swansong_store_errors_total{kind="transient"}'] == 2.0
     assert shown.store_errors == {"transient": 2, "refused": 0}
     assert shown.store_answer_age_s == pytest.approx(story.now - 1000.0, abs=0.06)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from swansong_bucket.model import CommitRef, Health, Severity
 from swansongd.core.events import FlushProgress, TrainerFailed
-from swansongd.observe.facts import NewestDated
+from swansongd.observe.facts import NewestDated, TrainerRefused
 from swansongd.observe.report import status_line
 from swansongd.observe.status import STORE_HEALTH, from_json, to_json
 
@@ -124,6 +124,16 @@ def test_failed_saves_are_shown() -> None:
         "count": 1,
         "last": {"step": 8, "rank": 3, "reason": "disk full", "age_s": 2.0},
     }
+
+
+def test_refused_ranks_are_shown() -> None:
+    """The number of processes that were refused, and the last reason with its age."""
+    story = Story()
+    for reason in ("rank 0 of 2", "rank 1 of 2"):
+        story.tell(TrainerRefused(7, reason))
+        story.now += 2
+    refused = {"count": 2, "last": "rank 1 of 2", "age_s": 2.0}
+    assert shown(story)["trainers_refused"] == refused
 
 
 def test_a_follow_up_shows_beside_safe() -> None:
