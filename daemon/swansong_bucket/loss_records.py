@@ -8,7 +8,7 @@ Times called ``*_wall_s`` are wall-clock seconds since 1970, which several VMs d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swansong import bounds
@@ -52,7 +52,7 @@ class NoticeRecord:
     kind: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Conclusion:
     """The verdict of an evacuation, with what led to it."""
 
@@ -62,6 +62,7 @@ class Conclusion:
     commit: CommitRef | None
     """The newest whole commit: the parts of all VMs are committed."""
     slack_s: float
+    """Seconds before the deadline at which the farewell was written."""
     part: VmPart | None = None
     """This VM's part of a checkpoint that is newer than ``commit`` and not whole."""
     expected_s: float | None = None
@@ -86,12 +87,12 @@ class EvacuationRecord:
     node: int = 0
     notices: tuple[NoticeRecord, ...] = ()
     """The most severe first."""
-    timeline: Sequence[Mapping[str, object]] = ()
-    """One entry for each log line of the evacuation, oldest first."""
+    timeline: Sequence[object] = ()
+    """One JSON object for each log line of the evacuation, oldest first."""
     left_out: int = 0
     """Entries that the timeline had no room for."""
     samples: Sequence[tuple[float, int]] = ()
-    """Time, and the bytes that flushes have sent by then."""
+    """Time, and the bytes that flushes have sent by then; both ascend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

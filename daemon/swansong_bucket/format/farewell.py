@@ -14,10 +14,10 @@ from functools import partial
 from swansong import bounds
 
 from swansong_bucket.errors import CorruptError
-from swansong_bucket.format import record, wall
+from swansong_bucket.format import record
 from swansong_bucket.format.wall import INSTANT
 from swansong_bucket.loss_records import Conclusion, EvacuationRecord, LastReport, NoticeRecord
-from swansong_bucket.model import CommitRef, Verdict, VmPart
+from swansong_bucket.model import Verdict, VmPart
 from swansong_bucket.util.forms import (
     FLAG,
     ID,
@@ -71,42 +71,14 @@ class Farewell:
 
 def encode(farewell: Farewell) -> bytes:
     """The farewell as the bytes of its object."""
-    conclusion, evacuation = farewell.conclusion, farewell.evacuation
-    commit, part = conclusion.commit, conclusion.part
-    body: dict[str, object] = {
-        "run": farewell.run,
-        "generation": farewell.generation,
-        "evacuation": conclusion.evacuation_id,
-        "node": evacuation.node,
-        "notices": [_NOTICE.write(notice) for notice in evacuation.notices],
-        "opened": wall.text(evacuation.opened_wall_s),
-        "deadline_s": evacuation.deadline_s,
-        "verdict": conclusion.verdict.value,
-        "reason": conclusion.reason,
-        "commit": commit and record.REF.write(commit),
-        "complete": part is None,
-        "slack_s": conclusion.slack_s,
-        "expected_s": conclusion.expected_s,
-        "took_s": conclusion.took_s,
-        "timeline": list(evacuation.timeline),
-        "samples": list(evacuation.samples),
-        "written": farewell.written,
-    }
-    flags = {
-        "assumed": evacuation.is_assumed,
-        "ended": evacuation.is_ended,
-        "foretold": conclusion.is_foretold,
-    }
-    body |= {name: True for name, holds in flags.items() if holds}
-    if part is not None:
-        body["part"] = part.facts()
-    if evacuation.left_out:
-        body["left_out"] = evacuation.left_out
-    if farewell.training is not None:
-        body["training"] = _TRAINING.write(farewell.training)
-    if farewell.digests:
-        body["digests"] = {str(rank): list(each) for rank, each in farewell.digests.items()}
-    return record.encode(FORMAT, body)
+    body = (
+        Form(Farewell, **_FAREWELL).write(farewell)
+        | Form(Conclusion, **_CONCLUSION).write(farewell.conclusion)
+        | Form(EvacuationRecord, **_EVACUATION).write(farewell.evacuation)
+        | {"complete": farewell.conclusion.part is None, "written": farewell.written}
+    )
+    present = {key: value for key, value in body.items() if value or key not in _LEFT_OUT}
+    return record.encode(FORMAT, present)
 
 
 def _text(value: object, field: str, max_chars: int = bounds.TEXT_CHARS_MAX) -> str:
@@ -143,38 +115,14 @@ class TimelineEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedEvacuation:
+class RecordedEvacuation(Conclusion, EvacuationRecord):
     """A farewell as it was read.  Its texts are printable, and its numbers are within bounds."""
 
     run: str
     generation: int
-    evacuation_id: str
-    node: int
-    notices: tuple[NoticeRecord, ...]
-    """The most severe first."""
-    opened_wall_s: float
-    deadline_s: float | None
-    """Seconds after the opening, as are all times without ``wall`` in their name; None if unknown."""
-    verdict: Verdict
-    reason: str
-    commit: CommitRef | None
-    part: VmPart | None
-    slack_s: float
-    """Seconds before the deadline at which the farewell was written."""
-    expected_s: float | None
-    took_s: float | None
     timeline: tuple[TimelineEntry, ...]
-    left_out: int
-    samples: tuple[tuple[float, int], ...]
-    """Time, and the bytes that flushes have sent by then; both ascend."""
     training: LastReport | None
     written_wall_s: float
-    is_assumed: bool = False
-    """No notice has stated the deadline."""
-    is_ended: bool = False
-    """The VM commits nothing any more."""
-    is_foretold: bool = False
-    """No verdict was announced so far."""
     digests: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     @property
@@ -278,29 +226,45 @@ def _part(value: object, name: str) -> VmPart:
     return VmPart(record.REF.read(body, name), nodes, committed)
 
 
+# ---------------------------------------------------------------- the fields, for both directions
+
+
+_FAREWELL: dict[str, Kind | Named] = {
+    "run": text(bounds.ID_CHARS_MAX),
+    "generation": whole(0, bounds.GENERATION_MAX),
+    "training": optional(_TRAINING.kind),
+    "digests": or_else(
+        Kind(_digests, lambda found: {str(rank): list(each) for rank, each in found.items()}), {}
+    ),
+}
+_CONCLUSION: dict[str, Kind | Named] = {
+    "evacuation": Named("evacuation_id", ID),
+    "verdict": one_of(Verdict),
+    "reason": Kind(_text),
+    "commit": optional(record.REF),
+    "part": optional(Kind(_part, VmPart.facts)),
+    "slack_s": seconds(),
+    "expected_s": optional(seconds(0.0)),
+    "took_s": optional(seconds(0.0)),
+    "foretold": Named("is_foretold", or_else(FLAG, False)),
+}
+_EVACUATION: dict[str, Kind | Named] = {
+    "node": whole(0, bounds.NODES_MAX),
+    "notices": several(_NOTICE.kind, NOTICES_MAX),
+    "opened": Named("opened_wall_s", INSTANT),
+    "deadline_s": optional(seconds()),
+    "timeline": Kind(_timeline, list),
+    "left_out": or_else(whole(0, bounds.STEP_MAX), 0),
+    "samples": Kind(_samples, list),
+    "assumed": Named("is_assumed", or_else(FLAG, False)),
+    "ended": Named("is_ended", or_else(FLAG, False)),
+}
+_LEFT_OUT = ("training", "digests", "part", "foretold", "left_out", "assumed", "ended")
+"""Keys that a farewell lacks while their value is empty, 0 or false."""
 _RECORDED = Form(
     RecordedEvacuation,
-    run=text(bounds.ID_CHARS_MAX),
-    generation=whole(0, bounds.GENERATION_MAX),
-    evacuation=Named("evacuation_id", ID),
-    node=whole(0, bounds.NODES_MAX),
-    notices=several(_NOTICE.kind, NOTICES_MAX),
-    opened=Named("opened_wall_s", INSTANT),
-    deadline_s=optional(seconds()),
-    verdict=one_of(Verdict),
-    reason=Kind(_text),
-    commit=optional(record.REF),
-    part=optional(Kind(_part)),
-    slack_s=seconds(),
-    expected_s=optional(seconds(0.0)),
-    took_s=optional(seconds(0.0)),
-    timeline=Kind(_timeline),
-    left_out=or_else(whole(0, bounds.STEP_MAX), 0),
-    samples=Kind(_samples),
-    training=optional(_TRAINING.kind),
     written=Named("written_wall_s", INSTANT),
-    assumed=Named("is_assumed", or_else(FLAG, False)),
-    ended=Named("is_ended", or_else(FLAG, False)),
-    foretold=Named("is_foretold", or_else(FLAG, False)),
-    digests=or_else(Kind(_digests), {}),
+    **_FAREWELL,
+    **_CONCLUSION,
+    **_EVACUATION,
 )

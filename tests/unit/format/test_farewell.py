@@ -91,6 +91,8 @@ def test_bytes_that_are_not_a_farewell_are_corrupt(data: bytes) -> None:
 FULL = EvacuationRecord(
     opened_wall_s=OPENED_S,
     deadline_s=120.0,
+    is_assumed=True,
+    is_ended=True,
     node=1,
     notices=(NoticeRecord("aws.spot", "reclaim"),),
     timeline=(
@@ -101,7 +103,7 @@ FULL = EvacuationRecord(
     samples=((0.0, 0), (0.25, 1000)),
 )
 PART = VmPart(CommitRef(2, 9), 3, 2)
-LATE = Conclude("e1", Verdict.PARTIAL, "late", CommitRef(2, 7), 1.0, PART, expected_s=9, took_s=8)
+LATE = Conclude("e1", Verdict.PARTIAL, "late", CommitRef(2, 7), 1.0, PART, 9, 8, is_foretold=True)
 TRAINING = LastReport(
     step=9, wall_s=OPENED_S, step_s=1.0, ranks=8, saves_s=0.0, stall_s=0.5, is_over=True
 )
@@ -115,6 +117,7 @@ def full() -> dict[str, Any]:
         conclusion=LATE,
         evacuation=FULL,
         training=TRAINING,
+        digests={0: ("9 loss=1",)},
         written=WRITTEN,
     )
     body: dict[str, Any] = json.loads(encode(made))
@@ -146,6 +149,17 @@ def test_a_farewell_is_read_as_it_was_written() -> None:
         samples=((0.0, 0), (0.25, 1000)),
         training=TRAINING,
         written_wall_s=OPENED_S + 30,
+        is_assumed=True,
+        is_ended=True,
+        is_foretold=True,
+        digests={0: ("9 loss=1",)},
+    )
+
+
+def test_the_bytes_of_a_farewell_stay_the_same() -> None:
+    """Its digest is that of its bytes: a change of the format would need another version."""
+    assert full()["digest"] == (
+        "sha256:52e2fd45f74ddbe18de5a85385f41ee92e2580a5f9f3b058585f4ac6180e5dbe"
     )
 
 
