@@ -10,8 +10,8 @@ import pytest
 from swansong_bucket.errors import Permanent
 from swansong_bucket.model import CommitRef
 from swansong_bucket.stores.base import ObjectStore
-from swansong_tools.exporter.health import ReadHealth
-from swansong_tools.exporter.reader import StoreReader, StoreToRead
+from swansong_tools.exporter.health import ReadHealth, ReadOnly
+from swansong_tools.exporter.reader import StoreReader
 
 from testkit.lost_vms import BEGUN_S, KEYS, a_run
 from testkit.store_backends import Cloud
@@ -25,24 +25,24 @@ class Exporter:
     def __init__(self, store: ObjectStore) -> None:
         self.now_s = 0.0
         self.health = ReadHealth(store.url)
+        stop = threading.Event()
         self.reader = StoreReader(
-            StoreToRead(store=store),
-            self.health,
+            ReadOnly(store, self.health, stop),
             None,
             interval_s=60.0,
             runs_max=10,
             prices=None,
-            stop=threading.Event(),
+            stop=stop,
             monotonic=lambda: self.now_s,
             wall=lambda: BEGUN_S + 5000,
         )
 
     def read(self) -> dict[str, int]:
         """The requests of one reading, by operation."""
-        before = self.health.figures().requests
+        before = dict(self.health.requests)
         self.now_s += 3600.0
         assert self.reader.read()
-        return {name: n - before[name] for name, n in self.health.figures().requests.items()}
+        return {name: n - before[name] for name, n in self.health.requests.items()}
 
 
 def expect_figures(reader: StoreReader) -> None:
@@ -50,7 +50,7 @@ def expect_figures(reader: StoreReader) -> None:
     assert (found.run, found.generation) == ("r", 3)
     assert found.newest is not None
     assert found.newest.ref == CommitRef(1, 140)
-    assert sum(found.interruptions.values()) == 2
+    assert sum(found.losses.interruptions.values()) == 2
 
 
 def test_each_store_is_read_once(store: ObjectStore) -> None:
@@ -74,7 +74,7 @@ def test_an_outage_of_a_server(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) ->
     exporter.read()
     cloud.order("outage", seconds=600)
     assert not exporter.reader.read()
-    assert exporter.health.figures().errors["transient"] > 0
+    assert exporter.health.errors["transient"] > 0
     expect_figures(exporter.reader)
     cloud.order("clear")
     exporter.read()

@@ -16,6 +16,7 @@ from swansong_bucket.errors import ConfigError, StoreError
 from swansong_bucket.runs import signing
 from swansong_bucket.runs.run import READS
 from swansong_bucket.runs.signing import signed
+from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.stores.opening import open_mirror, open_store
 from swansongd.config.config import load
 from swansongd.observe import log
@@ -25,9 +26,9 @@ from swansong_tools.commands.common import add_flag, argument, interval, run_arg
 from swansong_tools.commands.opening import stop_on_signals
 from swansong_tools.commands.prices import add_prices, prices_of
 from swansong_tools.economics.cost import Prices
-from swansong_tools.exporter.health import ReadHealth
+from swansong_tools.exporter.health import ReadHealth, ReadOnly
 from swansong_tools.exporter.metrics import ExporterCollector
-from swansong_tools.exporter.reader import RUNS_AT_ONCE, StoreReader, StoreToRead
+from swansong_tools.exporter.reader import RUNS_AT_ONCE, StoreReader
 from swansong_tools.exporter.stores import WatchedStore, load_stores, parse_stores
 
 CONNECTIONS = RUNS_AT_ONCE * READS
@@ -137,25 +138,20 @@ def _readers(
     stop: threading.Event,
 ) -> tuple[list[StoreReader], list[ReadHealth]]:
     healths: dict[str, ReadHealth] = {}
+
+    def read_only(store: ObjectStore) -> ReadOnly:
+        return ReadOnly(store, healths.setdefault(store.url, ReadHealth(store.url)), stop)
+
     readers = []
     for each in watched:
         key = signing.load(each.store.signing_key_file)
         store = signed(open_store(each.store, connections=CONNECTIONS), key)
         mirror = open_mirror(each.mirror, connections=CONNECTIONS)
-        source = StoreToRead(
-            store=store,
-            mirror=None if mirror is None else signed(mirror, key),
-            runs=tuple(dict.fromkeys(args.run)) or each.runs,
-        )
-        health = healths.setdefault(store.url, ReadHealth(store.url))
-        mirror_health = (
-            None if mirror is None else healths.setdefault(mirror.url, ReadHealth(mirror.url))
-        )
         readers.append(
             StoreReader(
-                source,
-                health,
-                mirror_health,
+                read_only(store),
+                None if mirror is None else read_only(signed(mirror, key)),
+                runs=tuple(dict.fromkeys(args.run)) or each.runs,
                 interval_s=args.interval,
                 runs_max=args.runs_max,
                 prices=prices,

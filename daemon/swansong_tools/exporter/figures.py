@@ -48,6 +48,20 @@ class MirrorLag:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunLosses:
+    """The figures of a run that change only with its objects."""
+
+    interruptions: Mapping[bool, int]
+    """By whether the run resumed on the same VM."""
+    lost_gpu_s: Mapping[str, float]
+    """GPU seconds of these interruptions, by part."""
+    loss: Loss | None
+    """The totals of ``swansong loss``, without the single interruptions."""
+    costs: Costs | None
+    """None without prices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFigures:
     """The figures of one run at one moment."""
 
@@ -70,14 +84,7 @@ class RunFigures:
     foreign: int
     """Keys that no swansong of this version writes."""
     evacuations: EvacuationCounts
-    interruptions: Mapping[bool, int]
-    """By whether the run resumed on the same VM."""
-    lost_gpu_s: Mapping[str, float]
-    """GPU seconds of these interruptions, by part."""
-    loss: Loss | None
-    """The totals of ``swansong loss``, without the single interruptions."""
-    costs: Costs | None
-    """None without prices."""
+    losses: RunLosses
     mirror: MirrorLag | None = None
     """None: no mirror is configured, or it was not read yet."""
 

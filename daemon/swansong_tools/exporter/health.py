@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,26 +19,6 @@ _KINDS = ("transient", "not_found", "too_large", "refused", "corrupt", "unexpect
 """Kinds of errors in ``swansong_exporter_errors_total``."""
 _CALL_BUDGET_S = 10.0
 """Time in which one failed request is retried; the next reading follows soon."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HealthFigures:
-    """The health of a store at one moment."""
-
-    url: str
-    is_up: bool | None
-    """None before the first reading."""
-    read_wall_s: float | None
-    """End of the last reading without an error."""
-    took_s: float | None
-    """Duration of the last reading."""
-    requests: Mapping[str, int]
-    """Since the start of the exporter, by operation; retries count."""
-    errors: Mapping[str, int]
-    """The same, by kind."""
-    runs: int
-    runs_failing: int
-    runs_left_out: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,45 +41,46 @@ class ReadHealth:
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self.requests = dict.fromkeys(OPERATIONS, 0)
+        """Since the start of the exporter, by operation; retries count."""
+        self.errors = dict.fromkeys(_KINDS, 0)
+        """The same, by kind."""
+        self.read_wall_s: float | None = None
+        """End of the last reading without an error."""
+        self.took_s: float | None = None
+        """Duration of the last reading."""
         self._lock = threading.Lock()
-        self._requests = dict.fromkeys(OPERATIONS, 0)
-        self._errors = dict.fromkeys(_KINDS, 0)
         self._readings: dict[str, StoreReading] = {}
         """By the URL of the store whose reader has read this one."""
-        self._read_wall_s: float | None = None
-        self._took_s: float | None = None
 
     def requested(self, operation: str) -> None:
         with self._lock:
-            self._requests[operation] += 1
+            self.requests[operation] += 1
 
     def failed(self, error: Exception) -> None:
         kind = error.kind if isinstance(error, StoreError | CorruptError) else "unexpected"
         with self._lock:
-            self._errors[kind if kind in self._errors else StoreError.kind] += 1
+            self.errors[kind if kind in self.errors else StoreError.kind] += 1
 
     def read(self, reading: StoreReading, *, by: str, now_wall_s: float) -> None:
         """Record the end of a reading by the reader of the store with the URL ``by``."""
         with self._lock:
             self._readings[by] = reading
-            self._took_s = reading.took_s
+            self.took_s = reading.took_s
             if reading.is_up:
-                self._read_wall_s = now_wall_s
+                self.read_wall_s = now_wall_s
 
-    def figures(self) -> HealthFigures:
+    @property
+    def readings(self) -> list[StoreReading]:
+        """The last reading of each role."""
         with self._lock:
-            readings = self._readings.values()
-            return HealthFigures(
-                url=self.url,
-                is_up=all(each.is_up for each in readings) if readings else None,
-                read_wall_s=self._read_wall_s,
-                took_s=self._took_s,
-                requests=dict(self._requests),
-                errors=dict(self._errors),
-                runs=sum(each.runs for each in readings),
-                runs_failing=sum(each.failing for each in readings),
-                runs_left_out=sum(each.left_out for each in readings),
-            )
+            return list(self._readings.values())
+
+    @property
+    def is_up(self) -> bool | None:
+        """None before the first reading."""
+        readings = self.readings
+        return all(each.is_up for each in readings) if readings else None
 
 
 class ReadOnly(Retrying):

@@ -20,7 +20,7 @@ from swansongd import __version__
 from swansong_tools.economics.cost import Costs
 from swansong_tools.economics.loss import Loss
 from swansong_tools.exporter.figures import MirrorLag, RunFigures
-from swansong_tools.exporter.health import HealthFigures, ReadHealth
+from swansong_tools.exporter.health import ReadHealth
 from swansong_tools.exporter.reader import StoreReader
 
 Labels = tuple[str, ...]
@@ -97,7 +97,7 @@ class ExporterCollector(Collector):
             for reader in self._readers
             for found in reader.figures()
         ]
-        healths = [((health.url,), health.figures()) for health in self._healths]
+        healths = [((health.url,), health) for health in self._healths]
         for of_run in _of_runs(self._wall()):
             yield of_run.metric(("run", "store"), runs)
         for of_store in _OF_STORES:
@@ -176,13 +176,15 @@ def _of_runs(now_wall_s: float) -> tuple[_Family[RunFigures], ...]:
         _Family(
             "swansong_run_interruptions_total",
             "Interruptions with a recorded resume, on a new VM or on the same one",
-            lambda run: {_VM[is_same]: count for is_same, count in run.interruptions.items()},
+            lambda run: {
+                _VM[is_same]: count for is_same, count in run.losses.interruptions.items()
+            },
             ("vm",),
         ),
         _Family(
             "swansong_run_preemption_loss_gpu_seconds_total",
             "GPU seconds lost to these interruptions, by part of the loss",
-            lambda run: run.lost_gpu_s,
+            lambda run: run.losses.lost_gpu_s,
             ("part",),
         ),
         _Family(
@@ -218,7 +220,7 @@ def _of_runs(now_wall_s: float) -> tuple[_Family[RunFigures], ...]:
         _Family(
             "swansong_run_cost",
             "Cost of the run in the currency of the prices, by part",
-            lambda run: _amounts(run.costs),
+            lambda run: _amounts(run.losses.costs),
             ("part", "currency"),
         ),
         _Family(
@@ -256,7 +258,7 @@ def _of_runs(now_wall_s: float) -> tuple[_Family[RunFigures], ...]:
     )
 
 
-_OF_STORES: tuple[_Family[HealthFigures], ...] = (
+_OF_STORES: tuple[_Family[ReadHealth], ...] = (
     _Family(
         "swansong_exporter_store_up",
         "1 if the last reading of the store succeeded, 0 otherwise",
@@ -284,16 +286,20 @@ _OF_STORES: tuple[_Family[HealthFigures], ...] = (
         lambda store: store.errors,
         ("kind",),
     ),
-    _Family("swansong_exporter_runs", "Runs of the store with figures", lambda store: store.runs),
+    _Family(
+        "swansong_exporter_runs",
+        "Runs of the store with figures",
+        lambda store: sum(each.runs for each in store.readings),
+    ),
     _Family(
         "swansong_exporter_runs_failing",
         "Runs that the store refuses, or that have too many keys",
-        lambda store: store.runs_failing,
+        lambda store: sum(each.failing for each in store.readings),
     ),
     _Family(
         "swansong_exporter_runs_left_out",
         "Runs beyond --runs-max",
-        lambda store: store.runs_left_out,
+        lambda store: sum(each.left_out for each in store.readings),
     ),
 )
 
@@ -303,7 +309,7 @@ def _of_newest(value: Callable[[RecordedCommit], Value]) -> Callable[[RunFigures
 
 
 def _of_loss(value: Callable[[Loss], Value]) -> Callable[[RunFigures], Value]:
-    return lambda run: None if run.loss is None else value(run.loss)
+    return lambda run: None if run.losses.loss is None else value(run.losses.loss)
 
 
 def _by_verdict(values: Mapping[tuple[Verdict, bool], float]) -> Mapping[Labels, float]:

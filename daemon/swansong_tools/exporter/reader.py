@@ -16,12 +16,12 @@ import structlog
 from swansong_bucket.config.values import InvalidValue, run_name
 from swansong_bucket.errors import Stopped, StoreError, SwansongError, Transient
 from swansong_bucket.format.keys import RunKeys
-from swansong_bucket.stores.base import ObjectStore, all_pages
+from swansong_bucket.stores.base import all_pages
 from swansong_bucket.util.threads import parallel
 
 from swansong_tools.economics.cost import Prices
 from swansong_tools.exporter.figures import RunFigures
-from swansong_tools.exporter.health import ReadHealth, ReadOnly, StoreReading
+from swansong_tools.exporter.health import ReadOnly, StoreReading
 from swansong_tools.exporter.run import RunReader
 
 RUNS_AT_ONCE = 4
@@ -44,22 +44,11 @@ REFUSED_S = 600.0
 _log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreToRead:
-    """A store to read."""
-
-    store: ObjectStore
-    mirror: ObjectStore | None = None
-    runs: tuple[str, ...] = ()
-    """Names of the runs to read; empty: all."""
-
-
 class StoreReader:
     """Reads the runs of one store.
 
     Args:
-        health: of the store.
-        mirror_health: of its mirror.
+        runs: names of the runs to read; empty: all.
         runs_max: limit of the runs.
         stop: ends the thread.
         monotonic, wall: the clocks.
@@ -67,10 +56,10 @@ class StoreReader:
 
     def __init__(
         self,
-        source: StoreToRead,
-        health: ReadHealth,
-        mirror_health: ReadHealth | None,
+        store: ReadOnly,
+        mirror: ReadOnly | None,
         *,
+        runs: tuple[str, ...] = (),
         interval_s: float,
         runs_max: int,
         prices: Prices | None,
@@ -78,14 +67,10 @@ class StoreReader:
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self.url = source.store.url
-        self._source = source
-        self._store = ReadOnly(source.store, health, stop)
-        self._mirror = (
-            None
-            if source.mirror is None or mirror_health is None
-            else ReadOnly(source.mirror, mirror_health, stop)
-        )
+        self.url = store.url
+        self._store = store
+        self._mirror = mirror
+        self._named = runs
         self._interval_s = interval_s
         self._runs_max = runs_max
         self._prices = prices
@@ -161,8 +146,8 @@ class StoreReader:
 
     def _names(self) -> Sequence[str]:
         """The folders of the store that may be runs."""
-        if self._source.runs:
-            return self._source.runs
+        if self._named:
+            return self._named
         found: set[str] = set()
         for name in all_pages("list the runs", lambda token: self._store.folders("", token)):
             try:
@@ -244,11 +229,11 @@ class StoreReader:
         with self._lock:
             is_news = name not in self._due_mono_s
             self._figures.pop(name, None)
-        if self._source.runs and is_news:
+        if self._named and is_news:
             _log.warning(
                 "run_not_found", store=self.url, run=name, hint="Check the name and the prefix"
             )
-        self._postpone(name, 0.0 if self._source.runs else FOLDER_S)
+        self._postpone(name, 0.0 if self._named else FOLDER_S)
 
     def _has_place(self, name: str, reader: RunReader) -> bool:
         """Keep the reader of a run; False if there are too many runs."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import structlog
 from swansong_bucket.errors import CorruptError
@@ -18,25 +18,14 @@ from swansong_bucket.stores.base import ObjectStore
 
 from swansong_tools.economics import cost
 from swansong_tools.economics import loss as losses
-from swansong_tools.economics.cost import Costs, Prices
-from swansong_tools.economics.loss import Loss
+from swansong_tools.economics.cost import Prices
 from swansong_tools.exporter import figures
-from swansong_tools.exporter.figures import MirrorLag, RunFigures
+from swansong_tools.exporter.figures import MirrorLag, RunFigures, RunLosses
 
 RECORDS_MAX = 20_000
 """Limit of the remembered objects of one kind."""
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Losses:
-    """The figures that change only with the objects of the run."""
-
-    interruptions: dict[bool, int]
-    lost_gpu_s: dict[str, float]
-    loss: Loss | None
-    costs: Costs | None
 
 
 class RunReader:
@@ -66,7 +55,7 @@ class RunReader:
             monotonic=monotonic,
         )
         self._prices = prices
-        self._losses: tuple[Hashable, _Losses] | None = None
+        self._losses: tuple[Hashable, RunLosses] | None = None
 
     def read(self, now_wall_s: float) -> RunFigures:
         """Read the new objects of the listing.
@@ -82,7 +71,7 @@ class RunReader:
         whole = self._whole()
         counts, sizes_bytes = figures.by_kind(whole)
         evacuated = figures.evacuations(run.farewells.facts, now_wall_s=now_wall_s)
-        lost = self._lost()
+        lost = self._lost()  # reads claims: before the damaged objects are counted
         created_s = [each.created_wall_s for each in whole if each.created_wall_s is not None]
         return RunFigures(
             run=run.keys.run,
@@ -98,10 +87,7 @@ class RunReader:
             left_out=run.left_out,
             foreign=run.foreign,
             evacuations=evacuated,
-            interruptions=lost.interruptions,
-            lost_gpu_s=lost.lost_gpu_s,
-            loss=lost.loss,
-            costs=lost.costs,
+            losses=lost,
         )
 
     def mirror_lag(self, mirror: ObjectStore, generation: int) -> MirrorLag:
@@ -118,7 +104,7 @@ class RunReader:
         """The whole commits, newest first."""
         return [each for each in self.run.recorded(self.run.commits) if each.is_whole]
 
-    def _lost(self) -> _Losses:
+    def _lost(self) -> RunLosses:
         run = self.run
         identity = hash(
             (
@@ -133,13 +119,13 @@ class RunReader:
             self._losses = identity, self._computed()
         return self._losses[1]
 
-    def _computed(self) -> _Losses:
+    def _computed(self) -> RunLosses:
         run = self.run
         recorded = {each.generation: each for each in run.resumptions.facts}
         interruptions = list(figures.recorded_interruptions(recorded, run.claims.get))
         loss = losses.loss(lives_of(run).lives)
         same_vm = Counter(each.is_same_vm for each in interruptions)
-        return _Losses(
+        return RunLosses(
             interruptions={is_same: same_vm[is_same] for is_same in (False, True)},
             lost_gpu_s=figures.lost_gpu_s(interruptions),
             loss=None if loss is None else replace(loss, interruptions=()),

@@ -26,9 +26,9 @@ from swansong_tools.economics.cost import Prices
 from swansong_tools.economics.loss import loss
 from swansong_tools.exporter import reader
 from swansong_tools.exporter import run as run_reader
-from swansong_tools.exporter.health import ReadHealth, StoreReading
+from swansong_tools.exporter.health import ReadHealth, ReadOnly, StoreReading
 from swansong_tools.exporter.metrics import ExporterCollector
-from swansong_tools.exporter.reader import StoreReader, StoreToRead
+from swansong_tools.exporter.reader import StoreReader
 from swansongd.observe.exposition import registry_of
 
 from testkit import committed
@@ -46,18 +46,16 @@ class Rig:
         self.store = store
         self.now_s = 0.0
         self.health = ReadHealth(store.url)
-        mirror = source.get("mirror")
+        mirror, stop = source.pop("mirror", None), threading.Event()
         self.mirror_health = None if mirror is None else ReadHealth(mirror.url)
-        options = {"runs_max": source.pop("runs_max", 10), "prices": source.pop("prices", None)}
         self.reader = StoreReader(
-            StoreToRead(store=source.pop("view", store), **source),
-            self.health,
-            self.mirror_health,
+            ReadOnly(source.pop("view", store), self.health, stop),
+            self.mirror_health and ReadOnly(mirror, self.mirror_health, stop),
             interval_s=60.0,
-            stop=threading.Event(),
+            stop=stop,
             monotonic=lambda: self.now_s,
             wall=lambda: BEGUN_S + 5000 + self.now_s,
-            **options,
+            **{"runs_max": 10, "prices": None, **source},
         )
 
     def read(self, *, after_s: float = 3600.0) -> bool:
@@ -309,7 +307,7 @@ def test_a_fault_while_the_mirror_is_read_shows_the_mirror_down(store: MemorySto
     assert rig.metrics()["swansong_exporter_store_up", ()] == 1
     assert rig.metrics()["swansong_run_generation", ("r",)] == 3
     assert rig.mirror_health is not None
-    assert rig.mirror_health.figures().is_up is False
+    assert rig.mirror_health.is_up is False
 
 
 def test_a_mirror_that_is_also_a_store_keeps_its_own_counts() -> None:
@@ -322,9 +320,11 @@ def test_a_mirror_that_is_also_a_store_keeps_its_own_counts() -> None:
     )
     for is_up in (True, False, True):
         health.read(StoreReading(is_up=is_up, took_s=1.0), by="memory://a", now_wall_s=2.0)
-        found = health.figures()
-        assert (found.runs, found.runs_failing, found.runs_left_out) == (3, 2, 1)
-        assert found.is_up is is_up
+        found = {each.name: each.samples for each in ExporterCollector([], [health]).collect()}
+        runs = ("runs", "runs_failing", "runs_left_out")
+        counts = [found[f"swansong_exporter_{name}"][0].value for name in runs]
+        assert counts == [3, 2, 1]
+        assert health.is_up is is_up
 
 
 @pytest.mark.fault("OX02")
@@ -346,7 +346,7 @@ def test_a_mirror_that_fails_leaves_the_lag(store: MemoryStore) -> None:
     assert rig.metrics()["swansong_run_mirror_lag_commits", ("r",)] == 1
     assert rig.metrics()["swansong_exporter_store_up", ()] == 1
     assert rig.mirror_health is not None
-    assert not rig.mirror_health.figures().is_up
+    assert not rig.mirror_health.is_up
 
 
 def test_the_exporter_cannot_write(store: MemoryStore) -> None:

@@ -150,7 +150,7 @@ def of_exporter(store: MemoryStore) -> Answer:
         figures.damaged["commit"],
         sum(figures.evacuations.settled.values()),
         figures.damaged["farewell"],
-        figures.loss,
+        figures.losses.loss,
     )
 
 
