@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from rich.console import Console
 from rich.table import Table
@@ -36,13 +36,7 @@ WIDTH = 80
 _PROPOSALS_MAX = 8
 _PREEMPTIONS = ("preemption", "aws.spot", "gcp.preempted")
 _LONG_S = 600.0
-_EXAMPLES = {
-    "spot": "1.20",
-    "on_demand": "3.90",
-    "gb_month": "0.023",
-    "writes": "0.005",
-    "reads": "0.0004",
-}
+_EXAMPLES = {item.name: item.metadata["example"] for item in fields(Prices) if item.default is None}
 _HALF_CENT = 0.005
 _AGREES = 0.2
 """Intervals this close to the best one lose hardly more."""

@@ -4,22 +4,14 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
-import re
-import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from swansong_bucket.errors import ConfigError
+from swansongd.config.config import read_section, read_toml
 
 from swansong_tools.economics.cost import Prices
-
-PRICE_MAX = 1e6
-_KEYS = ("currency", "on_demand", "spot", "gb_month", "writes", "reads")
-_CURRENCY = re.compile(r"[A-Za-z$€£¥]{1,8}")
-_FILE_BYTES_MAX = 2**16
 
 
 def add_prices(parser: argparse.ArgumentParser) -> None:
@@ -47,10 +39,15 @@ def prices_of(args: argparse.Namespace) -> Prices:
     Raises:
         ConfigError: lists every price that is not valid.
     """
+    tables = [("--price", _split(text)) for text in args.price]
+    if args.prices is not None:
+        hint, form = "name another file with --prices", "give prices as in spot = 1.20"
+        tables.insert(0, (str(args.prices), read_toml(args.prices, hint=hint, form=form)))
     problems: list[str] = []
-    found = {} if args.prices is None else _of_file(args.prices, problems)
-    for text in args.price:
-        found |= _valid(f"--price {text:.80}", _split(text), problems)
+    found: dict[str, Any] = {}
+    for where, table in tables:
+        valid = read_section(where, Prices, table, problems)
+        found |= {key: valid[key] for key in table if key in valid}
     if problems:
         raise ConfigError(problems)
     return Prices(**found)
@@ -62,7 +59,7 @@ def money(amount: float, currency: str) -> str:
     return f"{amount:,.{min(decimals, 6)}f} {currency}"
 
 
-def _split(text: str) -> Mapping[str, Any]:
+def _split(text: str) -> dict[str, Any]:
     key, _, value = text.partition("=")
     if key == "currency":
         return {key: value}
@@ -70,42 +67,3 @@ def _split(text: str) -> Mapping[str, Any]:
         return {key: float(value)}
     except ValueError:
         return {key: value}
-
-
-def _of_file(path: Path, problems: list[str]) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            data = file.read(_FILE_BYTES_MAX + 1)
-        if len(data) > _FILE_BYTES_MAX:
-            raise ConfigError([f"reading {path} failed: more than {_FILE_BYTES_MAX} bytes"])
-        return _valid(str(path), tomllib.loads(data.decode()), problems)
-    except OSError as error:
-        raise ConfigError([f"reading {path} failed: {error.strerror}"]) from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError([f"parsing {path} failed: {error}"]) from None
-
-
-def _valid(where: str, body: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """The valid prices; each other one becomes a problem."""
-    found: dict[str, Any] = {}
-    for key, value in body.items():
-        if key not in _KEYS:
-            near = difflib.get_close_matches(key, _KEYS, n=1)
-            remedy = f"did you mean {near[0]}?" if near else f"use one of {', '.join(_KEYS)}"
-            problems.append(f"{where}: unknown key (got {key!r:.80}); {remedy}")
-        elif (problem := _problem(key, value)) is not None:
-            problems.append(f"{where}: {key} {problem[0]} (got {value!r:.80}); {problem[1]}")
-        else:
-            found[key] = value
-    return found
-
-
-def _problem(key: str, value: Any) -> tuple[str, str] | None:
-    """The problem of a value, and its fix."""
-    if key == "currency":
-        is_valid = isinstance(value, str) and _CURRENCY.fullmatch(value)
-        return None if is_valid else ("is not a currency", "give a code such as EUR")
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and 0 <= value < PRICE_MAX:
-        return None
-    return "is not a price", f"give a number such as 1.20, from 0 to {PRICE_MAX:g}"

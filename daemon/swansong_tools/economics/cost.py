@@ -7,6 +7,9 @@ Pure.  docs/operations/loss.md has the model.  An amount is None where its price
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from swansong_bucket.config.values import InvalidValue, key, text
 
 from swansong_tools.economics.loss import HOUR_S, Interruption, Loss
 
@@ -14,23 +17,37 @@ GB_BYTES = 2**30
 """S3 and GCS bill storage by this unit."""
 MONTH_S = 365.25 / 12 * 24 * HOUR_S
 LIST_CURRENCY = "USD"
+PRICE_MAX = 1e6
+
+
+def _price(value: Any) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and 0 <= value < PRICE_MAX:
+        return float(value)
+    raise InvalidValue("is not a price", f"give a number such as 1.20, from 0 to {PRICE_MAX:g}")
+
+
+_currency = text(r"[A-Za-z$€£¥]{1,8}", "give a code such as EUR")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
     """Prices in one currency; None for an unknown price.  The names are the keys of ``--price``."""
 
-    currency: str = LIST_CURRENCY
-    on_demand: float | None = None
-    """Of one GPU for an hour, on demand."""
-    spot: float | None = None
-    """Of one GPU for an hour, on a spot VM."""
-    gb_month: float | None = None
-    """Of 2^30 stored bytes for a month."""
-    writes: float | None = None
-    """Of 1,000 writes: PUT, POST, LIST."""
-    reads: float | None = None
-    """Of 1,000 reads: GET, HEAD."""
+    currency: str = key(_currency, LIST_CURRENCY, about="Currency of all prices.")
+    spot: float | None = key(
+        _price, None, about="Of one GPU for an hour, on a spot VM.", example="1.20"
+    )
+    on_demand: float | None = key(
+        _price, None, about="Of one GPU for an hour, on demand.", example="3.90"
+    )
+    gb_month: float | None = key(
+        _price, None, about="Of 2^30 stored bytes for a month.", example="0.023"
+    )
+    writes: float | None = key(
+        _price, None, about="Of 1,000 writes: PUT, POST, LIST.", example="0.005"
+    )
+    reads: float | None = key(_price, None, about="Of 1,000 reads: GET, HEAD.", example="0.0004")
 
 
 LIST_PRICES = {

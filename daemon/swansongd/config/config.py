@@ -421,11 +421,12 @@ def _socket_of(path: Path) -> str:
     return str(socket.parent / folder.name / socket.name) if is_job else DEFAULT_SOCKET
 
 
-def read_toml(path: Path, *, hint: str) -> dict[str, Any]:
+def read_toml(path: Path, *, hint: str, form: str = _HINT) -> dict[str, Any]:
     """The content of a TOML file.
 
     Args:
         hint: the fix if the file is missing.
+        form: the fix if it is not TOML.
 
     Raises:
         ConfigError: the file is missing or not TOML.
@@ -439,7 +440,7 @@ def read_toml(path: Path, *, hint: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError([f"reading {path} failed: byte {error.start} is not UTF-8"]) from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError([f"parsing {path} failed: {error}"], hint=_HINT) from None
+        raise ConfigError([f"parsing {path} failed: {error}"], hint=form) from None
 
 
 def parse(body: Mapping[str, object]) -> Config:

@@ -55,6 +55,14 @@ def test_the_output_fits_into_80_columns(
     assert text.startswith("A preemption with 30 s of notice is ")
 
 
+def test_the_prices_that_are_missing_are_named(capfd: pytest.CaptureFixture[str]) -> None:
+    """With the examples in the output, no price is missing."""
+    text = " ".join(shown(capfd, *PLAN, "--price", "spot=1").split())
+    assert "give them as in --price on_demand=3.90 --price gb_month=0.023 --price writes=" in text
+    given = re.findall(r"--price|\w+=[\d.]*\d", text.partition("Unknown prices")[2])
+    assert "Unknown prices" not in shown(capfd, *PLAN, "--price", "spot=1", *given)
+
+
 def test_a_checkpoint_that_does_not_fit_names_what_makes_it_fit(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -108,7 +116,7 @@ def test_without_a_notice_half_an_interval_is_lost(capfd: pytest.CaptureFixture[
         (("--size", "1GB"), "--size: needs --bandwidth and --notice"),
         (("--gpus", "8"), "--gpus: needs --size and --bandwidth and --notice"),
         ((*PLAN, "--run", "r"), "--run: excludes --size (got 'r')"),
-        ((*PLAN, "--price", "spot=x"), "spot is not a price (got 'x')"),
+        ((*PLAN, "--price", "spot=x"), "--price.spot: is not a price (got 'x')"),
     ],
 )
 def test_a_wrong_combination_is_a_clear_error(
