@@ -13,9 +13,10 @@ from swansong_bucket.loss_records import PARTS
 from swansong_bucket.model import Verdict
 
 from swansong_tools.commands.terminal import console
+from swansong_tools.report.course import Lane
 from swansong_tools.report.facts import RunReport, Story, comparisons, sentences, summary
-from swansong_tools.report.layout import Picture, PlacedLane
-from swansong_tools.units import counted, human_bytes, human_span, human_time, minute, second
+from swansong_tools.report.layout import Picture
+from swansong_tools.units import counted, human_bytes, human_span, minute, second
 
 WIDTH = 79
 _NAME = 11
@@ -133,7 +134,7 @@ def _wrapped(sentence: str, columns: int = WIDTH - 2) -> Iterator[Text]:
 
 
 def _picture(picture: Picture, *, is_unicode: bool) -> Iterator[Text]:
-    for lane in (*picture.old_vm, *picture.next_vm):
+    for lane in picture.course.lanes:
         line = Text(set_cell_size(_cut(lane.name, _NAME - 1), _NAME))
         line.append_text(_bars(lane, picture, is_unicode=is_unicode))
         note, *more = _wrapped(lane.note, _NOTE)
@@ -141,22 +142,21 @@ def _picture(picture: Picture, *, is_unicode: bool) -> Iterator[Text]:
         for each in more:
             yield Text(f"{'':<{WIDTH - _NOTE}}{each}", "dim")
     axis = [" "] * _BARS
-    for tick in picture.ticks:
-        label = human_time(tick.time_s)
-        start = min(round(tick.at * _BARS), _BARS - len(label))
-        if all(cell == " " for cell in axis[max(0, start - 1) : start + len(label)]):
-            axis[start : start + len(label)] = label
+    for tick in picture.on.ticks():
+        start = min(round(tick.at * _BARS), _BARS - len(tick.label))
+        if all(cell == " " for cell in axis[max(0, start - 1) : start + len(tick.label)]):
+            axis[start : start + len(tick.label)] = tick.label
     left_out = ", ".join(each.name for each in picture.breaks)
     yield Text(_cut(f"{'':<{_NAME}}{''.join(axis)} {left_out}", WIDTH), "dim")
 
 
-def _bars(lane: PlacedLane, picture: Picture, *, is_unicode: bool) -> Text:
+def _bars(lane: Lane, picture: Picture, *, is_unicode: bool) -> Text:
     """The bars of a lane; ``|`` marks the deadline, and ``/`` a break of the time axis."""
     cells = [(" ", "")] * _BARS
     for moment in picture.moments:
         if moment.kind == "deadline":
             cells[_cell(moment.at)] = ("│" if is_unicode else "|", "red")
-    for bar in lane.bars:
+    for bar in picture.bars(lane):
         symbol, ascii_symbol, style = _STYLES[bar.kind]
         for place in range(_cell(bar.left), max(_cell(bar.left) + 1, round(bar.right * _BARS))):
             cells[place] = (symbol if is_unicode else ascii_symbol, style)

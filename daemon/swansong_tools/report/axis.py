@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+from swansong_tools.units import human_time
+
 BREAKS_MAX = 4
 BREAK_WIDTH = 0.06
 """Width of a break on the axis."""
@@ -58,6 +60,10 @@ class Break:
 class AxisTick:
     at: float
     time_s: float
+
+    @property
+    def label(self) -> str:
+        return human_time(self.time_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,16 +16,10 @@ from swansong_bucket.loss_records import LOST
 from swansong_bucket.runs.run import RecordedCommit
 
 from swansong_tools.economics.loss import Interruption, Window
-from swansong_tools.report.axis import AxisTick, Break, axis
-from swansong_tools.report.layout import (
-    Picture,
-    PlacedBar,
-    PlacedBreak,
-    PlacedLane,
-    PlacedMoment,
-    PlacedRate,
-)
-from swansong_tools.units import human_time, minute
+from swansong_tools.report.axis import Break, axis
+from swansong_tools.report.course import Lane
+from swansong_tools.report.layout import Picture, PlacedBar
+from swansong_tools.units import minute
 
 LABEL_PIXELS = 17
 LANE_PIXELS = 36
@@ -47,7 +41,7 @@ class PlacedRow:
 
     top: int
     heading: str = ""
-    lane: PlacedLane | None = None
+    lane: Lane | None = None
     note_lines: tuple[str, ...] = ("",)
     """The note of the lane; its first line follows the name."""
 
@@ -60,36 +54,33 @@ class PlacedRow:
 class Gantt:
     """The picture of an evacuation."""
 
+    picture: Picture
     height: int
     lanes_top: int
     rates_top: int
     """Top of the bandwidth; only if there are rates."""
     axis_top: int
     rows: tuple[PlacedRow, ...]
-    moments: tuple[PlacedMoment, ...]
-    rates: tuple[PlacedRate, ...]
-    breaks: tuple[PlacedBreak, ...]
-    ticks: tuple[tuple[AxisTick, str], ...]
-    has_next_vm: bool
 
     @property
     def stretches(self) -> tuple[tuple[int, int], ...]:
         """Top and bottom of vertical lines: through all bars, and through no text."""
         lanes = tuple((row.bars_top - 3, row.bars_top + 16) for row in self.rows if row.lane)
-        return (*lanes, (self.rates_top, self.axis_top)) if self.rates else lanes
+        return (*lanes, (self.rates_top, self.axis_top)) if self.picture.rates else lanes
 
 
 def gantt(picture: Picture) -> Gantt:
     """The picture of an evacuation, from top to bottom: moments, lanes, bandwidth, axis."""
+    course = picture.course
     label_rows = 1 + max((moment.row for moment in picture.moments), default=0)
     y = lanes_top = label_rows * LABEL_PIXELS + 4
     rows: list[PlacedRow] = []
     for heading, lanes in (
         (
-            "A VM that had no notice itself" if picture.is_of_peer else "The VM with the notice",
-            picture.old_vm,
+            "A VM that had no notice itself" if course.is_of_peer else "The VM with the notice",
+            course.old_vm,
         ),
-        ("Until training resumes", picture.next_vm),
+        ("Until training resumes", course.next_vm),
     ):
         if not lanes:
             continue
@@ -103,20 +94,16 @@ def gantt(picture: Picture) -> Gantt:
     axis_top = rates_top + RATES_PIXELS if picture.rates else y
     break_rows = 1 + max((each.row for each in picture.breaks), default=-1)
     return Gantt(
+        picture=picture,
         height=axis_top + (1 + break_rows) * LABEL_PIXELS + 8,
         lanes_top=lanes_top,
         rates_top=rates_top,
         axis_top=axis_top,
         rows=tuple(rows),
-        moments=picture.moments,
-        rates=picture.rates,
-        breaks=picture.breaks,
-        ticks=tuple((tick, human_time(tick.time_s)) for tick in picture.ticks),
-        has_next_vm=bool(picture.next_vm),
     )
 
 
-def _note_lines(lane: PlacedLane) -> tuple[str, ...]:
+def _note_lines(lane: Lane) -> tuple[str, ...]:
     """The note in lines that fit a phone: SVG does not wrap text."""
     lines = textwrap.wrap(lane.note, NOTE_CHARACTERS, initial_indent=" " * len(lane.name))
     return tuple(line.strip() for line in lines) or ("",)

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from swansong_tools.report.axis import Axis, AxisTick, axis
-from swansong_tools.report.course import Bar, Course, Lane, Moment, Rate
+from swansong_tools.report.axis import Axis, axis
+from swansong_tools.report.course import Course, Lane, Moment, Rate
 from swansong_tools.units import human_span
 
 BAR_WIDTH_MIN = 0.006
@@ -29,14 +29,6 @@ class PlacedBar:
     @property
     def width(self) -> float:
         return self.right - self.left
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedLane:
-    name: str
-    note: str
-    explains: str
-    bars: tuple[PlacedBar, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +72,25 @@ class PlacedRate:
 class Picture:
     """A :class:`Course` with positions."""
 
-    old_vm: tuple[PlacedLane, ...]
-    next_vm: tuple[PlacedLane, ...]
+    course: Course
+    on: Axis
     moments: tuple[PlacedMoment, ...]
-    ticks: tuple[AxisTick, ...]
     breaks: tuple[PlacedBreak, ...]
     rates: tuple[PlacedRate, ...]
     peak_bytes_per_s: float
-    is_of_peer: bool
+
+    def bars(self, lane: Lane) -> Iterator[PlacedBar]:
+        """The bars of a lane from left to right; one that has no room left is omitted."""
+        cursor = 0.0
+        for bar in sorted(
+            lane.bars, key=lambda each: -1e18 if each.from_s is None else each.from_s
+        ):
+            left = max(cursor, 0.0 if bar.from_s is None else self.on.at(bar.from_s))
+            right = 1.0 if bar.to_s is None else self.on.at(bar.to_s)
+            right = min(1.0, max(right, left + BAR_WIDTH_MIN))
+            if right > left:
+                yield PlacedBar(bar.kind, left, right)
+                cursor = right
 
 
 def picture(course: Course) -> Picture:
@@ -96,10 +99,9 @@ def picture(course: Course) -> Picture:
     rates = tuple(_merged(on, course.rates))
     peak = max((rate.bytes_per_s for rate in rates), default=0.0)
     return Picture(
-        old_vm=tuple(_lane(on, lane) for lane in course.old_vm),
-        next_vm=tuple(_lane(on, lane) for lane in course.next_vm),
+        course=course,
+        on=on,
         moments=tuple(_moments(on, course.moments)),
-        ticks=on.ticks(),
         breaks=tuple(_breaks(on)),
         rates=tuple(
             PlacedRate(on.at(rate.from_s), on.at(rate.to_s), rate.bytes_per_s / peak)
@@ -107,7 +109,6 @@ def picture(course: Course) -> Picture:
             if rate.bytes_per_s > 0
         ),
         peak_bytes_per_s=peak,
-        is_of_peer=course.is_of_peer,
     )
 
 
@@ -127,22 +128,6 @@ def _axis(course: Course) -> Axis:
         if widths[-1] >= max(widths):
             break
     return on
-
-
-def _lane(on: Axis, lane: Lane) -> PlacedLane:
-    return PlacedLane(lane.name, lane.note, lane.explains, tuple(_bars(on, lane.bars)))
-
-
-def _bars(on: Axis, bars: Sequence[Bar]) -> Iterator[PlacedBar]:
-    """The bars from left to right; one that has no room left is omitted."""
-    cursor = 0.0
-    for bar in sorted(bars, key=lambda each: -1e18 if each.from_s is None else each.from_s):
-        left = max(cursor, 0.0 if bar.from_s is None else on.at(bar.from_s))
-        right = 1.0 if bar.to_s is None else on.at(bar.to_s)
-        right = min(1.0, max(right, left + BAR_WIDTH_MIN))
-        if right > left:
-            yield PlacedBar(bar.kind, left, right)
-            cursor = right
 
 
 def _merged(on: Axis, rates: Sequence[Rate]) -> Iterator[Rate]:

@@ -99,7 +99,6 @@ def _values(report: RunReport) -> dict[str, Any]:
                 "sentences": tuple(facts.sentences(story)),
                 "comparisons": tuple(facts.comparisons(story)),
                 "gantt": drawing.gantt(story.picture),
-                "peak": story.picture.peak_bytes_per_s,
             }
             for story in report.stories
         ],

@@ -154,7 +154,7 @@ def test_the_vms_of_a_job_are_told_apart(past: RunHistory) -> None:
     said = {story.recorded.node: next(sentences(story)) for story in made.stories}
     assert "another VM of the job has it" in said[1]
     assert "gcp.preempted" in said[0]
-    assert {story.recorded.node: story.picture.is_of_peer for story in made.stories} == {
+    assert {story.recorded.node: story.picture.course.is_of_peer for story in made.stories} == {
         0: False,
         1: True,
     }

@@ -97,8 +97,10 @@ def test_hours_without_a_vm_are_left_out(past: RunHistory) -> None:
     placed = picture(course_of(past, 1))
     (only,) = placed.breaks
     assert only.name == "3 h 36 min left out"
-    notice = next(each for each in placed.old_vm if each.name == "Notice")
-    assert notice.bars[0].width > 0.25
+    notice, *_ = placed.bars(lane(placed.course, "Notice"))
+    assert notice.width > 0.25
+    labels = [tick.label for tick in placed.on.ticks()]
+    assert labels == ["0 s", "30 s", "3 h 36 min", "3 h 37 min"]
 
 
 def test_the_longest_part_of_a_resumption_looks_longest(past: RunHistory) -> None:
@@ -108,21 +110,24 @@ def test_the_longest_part_of_a_resumption_looks_longest(past: RunHistory) -> Non
         lengths = [
             (each.bars[0].to_s or 0.0) - (each.bars[0].from_s or 0.0) for each in made.next_vm
         ]
-        widths = [each.bars[0].width for each in picture(made).next_vm]
+        placed = picture(made)
+        widths = [next(placed.bars(each)).width for each in made.next_vm]
         assert widths[lengths.index(max(lengths))] == max(widths)
 
 
 def check(placed: Picture) -> None:
     """Everything lies inside, bars do not overlap, and labels of one row do not touch."""
-    for each in (*placed.old_vm, *placed.next_vm):
-        assert all(0.0 <= bar.left < bar.right <= 1.0 for bar in each.bars)
-        assert all(before.right <= after.left for before, after in pairwise(each.bars))
-        assert len(each.bars) <= 40
+    for each in placed.course.lanes:
+        bars = list(placed.bars(each))
+        assert all(0.0 <= bar.left < bar.right <= 1.0 for bar in bars)
+        assert all(before.right <= after.left for before, after in pairwise(bars))
+        assert len(bars) <= 40
     assert all(0.0 <= moment.at <= 1.0 for moment in placed.moments)
     assert all(0.0 <= rate.left <= rate.right <= 1.0 for rate in placed.rates)
     assert all(0.0 <= rate.height <= 1.0 for rate in placed.rates)
-    assert all(0.0 <= tick.at <= 1.0 for tick in placed.ticks)
-    assert all(tick.time_s < after.time_s for tick, after in pairwise(placed.ticks))
+    ticks = placed.on.ticks()
+    assert all(0.0 <= tick.at <= 1.0 for tick in ticks)
+    assert all(tick.time_s < after.time_s for tick, after in pairwise(ticks))
     rows = [(moment.row, moment.at) for moment in placed.moments if not moment.is_left]
     assert len(rows) == len(set(rows))
 
@@ -134,7 +139,7 @@ def test_short_bars_stay_visible_side_by_side() -> None:
     lanes = (grace, Lane("Follow-ups", "", bars))
     placed = picture(Course(old_vm=lanes, next_vm=(), moments=(), rates=()))
     check(placed)
-    assert all(bar.width > 0.002 for bar in placed.old_vm[1].bars)
+    assert all(bar.width > 0.002 for bar in placed.bars(lanes[1]))
 
 
 @pytest.mark.fault("O41")

@@ -159,10 +159,11 @@ def test_the_newest_commit_is_one_that_a_restore_can_take(past_report: RunReport
 
 def test_a_long_note_takes_several_lines(past_report: RunReport) -> None:
     """SVG does not wrap text: the lines fit a phone, contain the whole note, and push the bars down."""
-    lane = past_report.stories[0].picture.old_vm[0]
+    picture = past_report.stories[0].picture
+    lane = picture.course.old_vm[0]
     for note in ("until about step 173,040,000, then from 161,170,000", "w" * 64, ""):
-        long = replace(past_report.stories[0].picture, old_vm=(replace(lane, note=note), lane))
-        _, row, below, *_ = drawing.gantt(long).rows
+        long = replace(picture.course, old_vm=(replace(lane, note=note), lane))
+        _, row, below, *_ = drawing.gantt(replace(picture, course=long)).rows
         assert len(lane.name + row.note_lines[0]) <= drawing.NOTE_CHARACTERS
         assert max(map(len, row.note_lines)) <= drawing.NOTE_CHARACTERS
         assert "".join(row.note_lines).replace(" ", "") == note.replace(" ", "")
@@ -172,8 +173,10 @@ def test_a_long_note_takes_several_lines(past_report: RunReport) -> None:
 def test_wide_characters_make_no_line_of_the_terminal_longer(past_report: RunReport) -> None:
     """A name, a note and the key of a damaged record are cut by columns, not by characters."""
     first, *others = past_report.stories
-    lane = replace(first.picture.old_vm[0], name="\U00017e04" * 70, note="\U00017e04" * 70)
-    wide = replace(first, picture=replace(first.picture, old_vm=(lane,)))
+    course = first.picture.course
+    lane = replace(course.old_vm[0], name="\U00017e04" * 70, note="\U00017e04" * 70)
+    long = replace(first.picture, course=replace(course, old_vm=(lane,)))
+    wide = replace(first, picture=long)
     found = replace(past_report, stories=(wide, *others), run="\U00017e04" * 70)
     assert all(line.cell_len < 80 for line in report_text.lines(found))
 
