@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swansong_bucket.stores.azure.store import AzureStore
+from swansong_bucket.config.sections import StoreAccess
 from swansong_bucket.stores.base import Body, ObjectStore
 from swansong_bucket.stores.file.store import FileStore
 from swansong_bucket.stores.gcs.store import GcsStore
-from swansong_bucket.stores.options import AzureOptions, GcsOptions, S3Options
+from swansong_bucket.stores.opening import open_store
+from swansong_bucket.stores.remote import WireLimits
+from swansong_bucket.stores.retention import Lock
 from swansong_bucket.stores.s3.store import S3Store
 from swansong_bucket.stores.wrappers.retry import Retrying
 
@@ -80,6 +82,21 @@ def lacks(server: str) -> dict[str, str]:
     return LACKS.get(server.removesuffix("-tls"), {})
 
 
+def store_at(
+    url: str,
+    endpoint: str | None = None,
+    *,
+    limits: WireLimits | None = None,
+    lock: Lock | None = None,
+    **keys: Any,
+) -> Any:
+    """The store of a URL, with further ``keys`` of the configuration."""
+    config = StoreAccess(url=url, endpoint=endpoint, **keys)
+    if limits is None:
+        return open_store(config, lock=lock)
+    return (GcsStore if url.startswith("gs:") else S3Store)(config, limits, lock=lock)
+
+
 @dataclass(frozen=True)
 class Cloud:
     """A server, and the way to open a store on it."""
@@ -98,18 +115,12 @@ class Cloud:
     def is_azure(self) -> bool:
         return self.name.startswith("azurite")
 
-    def open(self, endpoint: str | None = None, *, bucket: str = BUCKET, **options: Any) -> Any:
-        where = f"{bucket}/{self.prefix}"
-        if self.ca is not None:
-            options = {"ca_bundle": self.ca, **options}
-        endpoint = endpoint or self.server.url
-        if self.is_s3:
-            options = {"region": "us-east-1", **options}
-            return S3Store(f"s3://{where}", S3Options(endpoint=endpoint, **options))
-        if self.is_azure:
-            url = f"az://{AZURE_ACCOUNT}/{where}"
-            return AzureStore(url, AzureOptions(endpoint=endpoint, **options))
-        return GcsStore(f"gs://{where}", GcsOptions(endpoint=endpoint, **options))
+    def open(self, endpoint: str | None = None, *, bucket: str = BUCKET, **keys: Any) -> Any:
+        scheme = "s3" if self.is_s3 else "az" if self.is_azure else "gs"
+        account = f"{AZURE_ACCOUNT}/" if self.is_azure else ""
+        url = f"{scheme}://{account}{bucket}/{self.prefix}"
+        keys = {"region": "us-east-1", "ca_bundle": self.ca, **keys}
+        return store_at(url, endpoint or self.server.url, **keys)
 
     def by(self, proxy: FaultProxy) -> str:
         """The endpoint of the server behind a proxy."""

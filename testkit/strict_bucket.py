@@ -13,8 +13,8 @@ from typing import Any
 from urllib.parse import urlencode
 
 from blake3 import blake3
+from swansong_bucket.config.sections import StoreAccess
 from swansong_bucket.format.keys import RunKeys
-from swansong_bucket.stores.options import S3Options
 from swansong_bucket.stores.s3.store import S3Store
 from swansong_bucket.transfer.restore import restore
 from swansong_bucket.transfer.target import RestoreTarget
@@ -40,7 +40,7 @@ class Strict:
 
     @property
     def store(self) -> S3Store:
-        return S3Store(self.table()["url"], S3Options(endpoint=self.url, region="us-east-1"))
+        return S3Store(StoreAccess(**self.table()))
 
     def order(self, name: str, **query: object) -> None:
         control(self.url, f"{name}?{urlencode(query)}")

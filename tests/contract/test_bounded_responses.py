@@ -13,14 +13,12 @@ from typing import Any
 
 import pytest
 from swansong_bucket.errors import NotFound, StoreError, Transient
-from swansong_bucket.stores.gcs.store import GcsStore
 from swansong_bucket.stores.http.client import Wire
-from swansong_bucket.stores.options import GcsOptions, S3Options
-from swansong_bucket.stores.s3.store import S3Store
 from swansongd.sources.metadata import MetadataClient, MetadataUnavailable
 
 from testkit.forked import peak_bytes
 from testkit.raw_server import Peer, RawServer, Script, answering
+from testkit.store_backends import store_at
 
 MIB = 2**20
 LINE = b"HTTP/1.1 200 OK\r\n"
@@ -227,8 +225,8 @@ def test_a_proxy_that_drips(
 
 
 STORES: dict[str, Callable[[str], Any]] = {
-    "s3": lambda url: S3Store("s3://bucket", S3Options(endpoint=url, region="us-east-1")),
-    "gcs": lambda url: GcsStore("gs://bucket", GcsOptions(endpoint=url)),
+    "s3": lambda url: store_at("s3://bucket", url, region="us-east-1"),
+    "gcs": lambda url: store_at("gs://bucket", url),
 }
 
 

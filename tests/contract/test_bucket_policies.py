@@ -12,13 +12,11 @@ import pytest
 from botocore.exceptions import ClientError
 from swansong_bucket.errors import Exists, Permanent
 from swansong_bucket.stores.base import Body
-from swansong_bucket.stores.gcs.store import GcsStore
-from swansong_bucket.stores.options import GcsOptions, S3Options
 from swansong_bucket.stores.retention import DAY_S, Lock
 from swansong_bucket.stores.s3.store import S3Store
 
 from testkit import REPOSITORY
-from testkit.store_backends import Cloud
+from testkit.store_backends import Cloud, store_at
 
 from .test_store_locks import client_of
 
@@ -47,9 +45,7 @@ class Bucket:
 
     def store(self, **options: Any) -> S3Store:
         endpoint = self.cloud.server.url
-        return S3Store(
-            f"s3://{self.name}/p", S3Options(endpoint=endpoint, region="us-east-1", **options)
-        )
+        return store_at(f"s3://{self.name}/p", endpoint, region="us-east-1", **options)
 
     def as_role(self, *files: str) -> S3Store:
         """The store with the rights of these files."""
@@ -156,7 +152,7 @@ def test_the_prune_role_of_gcs_deletes_by_name(open_cloud: Callable[[str], Cloud
     cloud = open_cloud("gcs")
     name = f"policy-{uuid.uuid4().hex[:12]}"
     cloud.order("bucket", name=name)
-    store = GcsStore(f"gs://{name}/p", GcsOptions(endpoint=cloud.server.url))
+    store = store_at(f"gs://{name}/p", cloud.server.url)
     for key in (CLAIM, COMMIT, DATA):
         store.put(key, b"x", if_absent=True)
     cloud.order("role", delete_below="p/run/commits/,p/run/data/")

@@ -16,16 +16,17 @@ from typing import Any
 import botocore.session
 import pytest
 from botocore.credentials import CredentialResolver
+from swansong_bucket.config.sections import StoreAccess
 from swansong_bucket.errors import Permanent, StoreError, Transient
 from swansong_bucket.stores import credentials
 from swansong_bucket.stores.base import Body
-from swansong_bucket.stores.options import S3Options
+from swansong_bucket.stores.remote import DEFAULT_LIMITS
 from swansong_bucket.stores.s3 import access
 from swansong_bucket.stores.s3.store import S3Store
 
 from testkit.bodies import CountedSink
 from testkit.raw_server import RawServer, answering
-from testkit.store_backends import Cloud, retrying
+from testkit.store_backends import Cloud, retrying, store_at
 from testkit.waiting import in_threads
 
 CONTENT = os.urandom(2 * 2**20 + 777)
@@ -80,12 +81,14 @@ def test_a_configured_address_is_that_of_a_client(
     monkeypatch: pytest.MonkeyPatch, endpoint: str, addressing: Any
 ) -> None:
     """With endpoint and region in the configuration, no client of botocore is created for its address."""
-    options = S3Options(endpoint=endpoint, region="eu-west-1", addressing=addressing)
+    config = StoreAccess(
+        url="s3://bucket", endpoint=endpoint, region="eu-west-1", addressing=addressing
+    )
     with monkeypatch.context() as without_address:
         without_address.setattr(access, "ENDPOINT", re.compile("nothing"))
-        expected = access.S3Access("s3://bucket", options, lambda: None)._address()
+        expected = access.S3Access(config, DEFAULT_LIMITS, lambda: None)._address()
     monkeypatch.delattr(botocore.session.Session, "create_client")
-    assert access.S3Access("s3://bucket", options, lambda: None)._address() == expected
+    assert access.S3Access(config, DEFAULT_LIMITS, lambda: None)._address() == expected
 
 
 @pytest.mark.usefixtures("below_localhost")
@@ -323,7 +326,7 @@ def test_a_server_that_is_not_trusted(open_cloud: Callable[[str], Cloud]) -> Non
     """A certificate that this VM does not trust is Permanent: a retry cannot help."""
     url = open_cloud("s3-tls").server.url
     with pytest.raises(Permanent) as caught:
-        S3Store("s3://bucket", S3Options(endpoint=url, region="us-east-1")).check()
+        store_at("s3://bucket", url, region="us-east-1").check()
     assert "certificate" in caught.value.hint
 
 
@@ -347,7 +350,7 @@ def responding(cloud_environment: None) -> Iterator[Callable[..., S3Store]]:
 
         def start(*answer: Any) -> S3Store:
             server = servers.enter_context(RawServer(answering(*answer)))
-            return S3Store("s3://bucket", S3Options(endpoint=server.url, region="us-east-1"))
+            return store_at("s3://bucket", server.url, region="us-east-1")
 
         yield start
 

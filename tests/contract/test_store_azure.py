@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 import pytest
@@ -26,13 +27,11 @@ from swansong_bucket.errors import (
     Transient,
 )
 from swansong_bucket.stores.azure.auth import Identity, content_md5
-from swansong_bucket.stores.azure.store import AzureStore
 from swansong_bucket.stores.base import Body
-from swansong_bucket.stores.options import AzureOptions
 
 from testkit.foreign_servers import AZURE_ACCOUNT, AZURE_KEY
 from testkit.raw_server import Peer, RawServer, Request, certificate
-from testkit.store_backends import SERVERS, Cloud
+from testkit.store_backends import SERVERS, Cloud, store_at
 
 Answer = tuple[int, dict[str, str], bytes]
 LISTING = b"<EnumerationResults><Blobs>%b</Blobs><NextMarker/></EnumerationResults>"
@@ -69,9 +68,8 @@ def serve() -> Iterator[Callable[..., RawServer]]:
         yield start
 
 
-def opened(server: RawServer, ca_bundle: Path | None = None) -> AzureStore:
-    options = AzureOptions(endpoint=f"{server.url}/acct", ca_bundle=ca_bundle)
-    return AzureStore("az://acct/box/prefix", options)
+def opened(server: RawServer, ca_bundle: Path | None = None) -> Any:
+    return store_at("az://acct/box/prefix", f"{server.url}/acct", ca_bundle=ca_bundle)
 
 
 def refusal(status: int, code: str) -> Answer:

@@ -11,12 +11,10 @@ import pytest
 from swansong_bucket.errors import NotFound, Permanent
 from swansong_bucket.stores.base import Body, ObjectInfo
 from swansong_bucket.stores.gcs.settings import GcsSettings
-from swansong_bucket.stores.gcs.store import GcsStore
-from swansong_bucket.stores.options import GcsOptions
 from swansong_bucket.stores.wrappers.retry import Retrying
 
 from testkit.foreign_servers import BUCKET, ForeignServer, fake_gcs
-from testkit.store_backends import get_range, retrying
+from testkit.store_backends import get_range, retrying, store_at
 
 KEY = "rank-0/a b+c%20d=é.bin"
 
@@ -39,9 +37,7 @@ def filled(server: ForeignServer, prefix: str, objects: dict[str, bytes]) -> Ret
         url = f"{server.url}/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={name}"
         with urllib.request.urlopen(urllib.request.Request(url, data, method="POST"), timeout=10):
             pass
-    return retrying(
-        GcsStore(f"gs://{BUCKET}/{prefix}", GcsOptions(endpoint=server.url)), budget_s=30.0
-    )
+    return retrying(store_at(f"gs://{BUCKET}/{prefix}", server.url), budget_s=30.0)
 
 
 def test_objects_of_a_foreign_gcs_are_read(server: ForeignServer) -> None:
@@ -63,14 +59,14 @@ def test_objects_of_a_foreign_gcs_are_read(server: ForeignServer) -> None:
     with pytest.raises(NotFound):
         store.get("empty")
     with pytest.raises(NotFound):
-        GcsStore("gs://no-such-bucket/read", GcsOptions(endpoint=server.url)).head(KEY)
+        store_at("gs://no-such-bucket/read", server.url).head(KEY)
 
 
 def test_settings_of_a_foreign_gcs_are_read(server: ForeignServer) -> None:
     """The client of Google's library reads them; a right that the server cannot report is an error."""
 
     def settings() -> GcsSettings:  # each on a connection of its own: see filled()
-        return GcsStore(f"gs://{BUCKET}/read", GcsOptions(endpoint=server.url)).settings
+        return store_at(f"gs://{BUCKET}/read", server.url).settings
 
     assert not settings().is_versioned()
     assert not settings().has_lock()

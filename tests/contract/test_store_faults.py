@@ -8,12 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 from swansong_bucket.errors import Exists, StoreError, Transient
 from swansong_bucket.stores.base import Body, ObjectInfo, ObjectStore
 from swansong_bucket.stores.checksums import crc32c
+from swansong_bucket.stores.remote import WireLimits
 
 from testkit.emulators.fault_proxy import FaultProxy, Way
 from testkit.emulators.store_control import POINTS
@@ -28,11 +28,11 @@ from testkit.waiting import in_threads, until
 
 CONTENT = os.urandom(2 * MIB + 17)
 SMALL = os.urandom(200_000)
-LIMITS: dict[str, Any] = {"connect_timeout_s": 1.0, "read_timeout_s": 0.5}
+LIMITS = WireLimits(connect_timeout_s=1.0, read_timeout_s=0.5)
 
 
 def careful(cloud: Cloud, **options: object) -> ObjectStore:
-    return retrying(cloud.open(**LIMITS), budget_s=30.0, **options)
+    return retrying(cloud.open(limits=LIMITS), budget_s=30.0, **options)
 
 
 class Errand:
@@ -143,7 +143,7 @@ def test_a_race_of_two_creates(cloud: Cloud) -> None:
 @pytest.mark.parametrize("way", ["up", "down"])
 def test_a_path_that_drops_large_packets(cloud: Cloud, proxy: FaultProxy, way: Way) -> None:
     """Large requests stall: detected in time, nothing counts as stored, and it ends with the fault."""
-    through = cloud.open(cloud.by(proxy), **LIMITS)
+    through = cloud.open(cloud.by(proxy), limits=LIMITS)
     store = retrying(through, budget_s=30.0)
     store.create("old", Body(CONTENT))
     through.check()
@@ -288,7 +288,8 @@ def test_reset_at_every_offset(cloud: Cloud, proxy: FaultProxy, way: Way) -> Non
 @pytest.mark.fault("O02")
 def test_a_server_that_never_responds(cloud: Cloud, proxy: FaultProxy) -> None:
     """The read timeout ends the wait, for small calls and for chunks."""
-    store = cloud.open(cloud.by(proxy), connect_timeout_s=0.5, read_timeout_s=0.3)
+    limits = WireLimits(connect_timeout_s=0.5, read_timeout_s=0.3)
+    store = cloud.open(cloud.by(proxy), limits=limits)
     store.check()
     proxy.mute()
     for call in (
@@ -311,7 +312,7 @@ def test_an_outage_longer_than_the_time_left(
     cloud: Cloud, wait: dict[str, int], attempts: int
 ) -> None:
     """No attempt starts after the deadline, which is stronger than a Retry-After of an hour."""
-    bare = cloud.open(**LIMITS)
+    bare = cloud.open(limits=LIMITS)
     bare.check()
     cloud.order("outage", seconds=60, **wait)
     give_up = time.monotonic() + 0.5

@@ -15,12 +15,11 @@ from swansong_bucket.errors import ConfigError, Exists, Permanent, Transient
 from swansong_bucket.stores import credentials
 from swansong_bucket.stores.base import Body
 from swansong_bucket.stores.gcs.store import GcsStore
-from swansong_bucket.stores.options import GcsOptions
 
 from testkit import service_account
 from testkit.emulators.process import EmulatorProcess
 from testkit.raw_server import Peer, RawServer, answering
-from testkit.store_backends import BUCKET, MIB, Cloud, retrying
+from testkit.store_backends import BUCKET, MIB, Cloud, retrying, store_at
 from testkit.waiting import in_threads
 
 LARGE = 2 * MIB + 17
@@ -317,19 +316,19 @@ def test_storage_emulator_host(gcs: Cloud, monkeypatch: pytest.MonkeyPatch) -> N
     server = gcs.server.url
     for shard, named in (("first", server), ("second", server.removeprefix("http://"))):
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", named)
-        store = GcsStore(f"gs://{BUCKET}/{gcs.prefix}", GcsOptions())
+        store = store_at(f"gs://{BUCKET}/{gcs.prefix}")
         store.create(shard, Body(named.encode()))
         store.put("small", b"1")
         assert store.get(shard) == named.encode()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
-    assert GcsStore(f"gs://{BUCKET}/{gcs.prefix}", GcsOptions(endpoint=server)).get("small") == b"1"
+    assert store_at(f"gs://{BUCKET}/{gcs.prefix}", server).get("small") == b"1"
 
 
 @pytest.mark.parametrize("endpoint", ["storage", "ftp://storage", "https://", "http://s/path?x"])
 def test_an_invalid_endpoint(endpoint: str) -> None:
     """The error names the key of the configuration."""
     with pytest.raises(ConfigError, match=r"store\.endpoint"):
-        GcsStore("gs://bucket/prefix", GcsOptions(endpoint=endpoint))
+        store_at("gs://bucket/prefix", endpoint)
 
 
 def test_trusted_certificates(
@@ -344,10 +343,10 @@ def test_trusted_certificates(
     where = f"gs://{BUCKET}/{gcs_tls.prefix}"
     for call in (lambda s: s.create("shard", Body(b"1")), lambda s: s.put("small", b"1")):
         with pytest.raises(Permanent) as caught:
-            call(GcsStore(where, GcsOptions(endpoint=gcs_tls.server.url)))
+            call(store_at(where, gcs_tls.server.url))
         assert "not trusted" in caught.value.hint
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(gcs_tls.ca))
-    use(GcsStore(where, GcsOptions(endpoint=gcs_tls.server.url)))
+    use(store_at(where, gcs_tls.server.url))
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(tmp_path / "nowhere"))
     use(gcs_tls.open())
 
@@ -401,4 +400,4 @@ MANY_RULES = {"rule": 1001 * RULES["rule"]}
 def test_malformed_settings_are_an_error(body: bytes) -> None:
     """Doctor reports that they cannot be read, and does not fail itself."""
     with RawServer(answering(200, body)) as server, pytest.raises(Transient):
-        GcsStore("gs://bucket/prefix", GcsOptions(endpoint=server.url)).settings.lifecycle_rules()
+        store_at("gs://bucket/prefix", server.url).settings.lifecycle_rules()

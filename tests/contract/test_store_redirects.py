@@ -7,18 +7,14 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 from swansong_bucket.errors import Permanent, StoreError
 from swansong_bucket.stores.base import ObjectInfo, ObjectStore
-from swansong_bucket.stores.gcs.store import GcsStore
-from swansong_bucket.stores.options import GcsOptions, S3Options
-from swansong_bucket.stores.s3.store import S3Store
 
 from testkit import service_account
 from testkit.raw_server import Peer, RawServer, Request, answering
-from testkit.store_backends import every_call
+from testkit.store_backends import every_call, store_at
 
 STATUSES = (301, 302, 303, 307, 308)
 
@@ -90,9 +86,7 @@ def test_gcs_follows_no_redirect(
 ) -> None:
     """From https to http on another host: no call follows, and no token or byte of a shard arrives."""
     places.status = status
-    store = GcsStore(
-        "gs://bucket/prefix", GcsOptions(endpoint=places.store.url, ca_bundle=places.ca)
-    )
+    store = store_at("gs://bucket/prefix", places.store.url, ca_bundle=places.ca)
     settings = {"settings": store.settings.lifecycle_rules}
     for name, call in {**every_call(store), **settings}.items():
         with pytest.raises(Permanent) as caught:
@@ -115,9 +109,8 @@ def test_s3_follows_no_redirect(places: Places, status: int, region: str | None)
     """A redirect can only name another region of the same store, never an address or host."""
     places.status = status
     places.headers = () if region is None else (f"x-amz-bucket-region: {region}",)
-    store = S3Store(
-        "s3://bucket/prefix",
-        S3Options(endpoint=places.store.url, region="us-east-1", ca_bundle=places.ca),
+    store = store_at(
+        "s3://bucket/prefix", places.store.url, region="us-east-1", ca_bundle=places.ca
     )
     for name, call in every_call(store).items():
         with pytest.raises(StoreError) as caught:
@@ -138,9 +131,7 @@ def test_a_token_request_follows_no_redirect(
 ) -> None:
     """A token server cannot pass our signed request to another host."""
     token_desk(places.store.url)
-    store = GcsStore(
-        "gs://bucket/prefix", GcsOptions(endpoint=places.store.url, ca_bundle=places.ca)
-    )
+    store = store_at("gs://bucket/prefix", places.store.url, ca_bundle=places.ca)
     for status in STATUSES:
         places.status = status
         for call in (store.warm, lambda: store.put("key", b"1"), lambda: list(store.list(""))):
@@ -160,5 +151,5 @@ def test_the_address_of_a_bucket_is_that_of_its_region(
         ("eu-west-1", "s3.eu-west-1.amazonaws.com"),
         ("no-such-region-7", "s3.no-such-region-7.amazonaws.com"),
     ):
-        store: Any = S3Store("s3://bucket/prefix", S3Options(region=region))
+        store = store_at("s3://bucket/prefix", region=region)
         assert store._access.route().endpoint == f"https://bucket.{host}"

@@ -10,9 +10,6 @@ from collections.abc import Callable
 import pytest
 from swansong_bucket.errors import Exists, NotFound, Permanent, StoreError, Transient
 from swansong_bucket.stores.base import Body
-from swansong_bucket.stores.gcs.store import GcsStore
-from swansong_bucket.stores.options import GcsOptions, S3Options
-from swansong_bucket.stores.s3.store import S3Store
 
 from testkit.emulators.process import EmulatorProcess
 from testkit.store_backends import (
@@ -21,6 +18,7 @@ from testkit.store_backends import (
     every_call,
     get_range,
     retrying,
+    store_at,
 )
 
 CONTENT = os.urandom(200_000)
@@ -169,7 +167,7 @@ def test_no_credentials(cloud_environment: None, monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nonexistent")
-    for store in (S3Store(f"s3://{BUCKET}", S3Options()), GcsStore(f"gs://{BUCKET}", GcsOptions())):
+    for store in (store_at(f"s3://{BUCKET}"), store_at(f"gs://{BUCKET}")):
         for _ in range(2):
             with pytest.raises(Permanent) as caught:
                 store.check()
@@ -181,7 +179,7 @@ def test_credentials_that_come_later(
     s3_server: EmulatorProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store that was used without credentials works once they exist."""
-    store = S3Store(f"s3://{BUCKET}", S3Options(endpoint=s3_server.url))
+    store = store_at(f"s3://{BUCKET}", s3_server.url)
     with monkeypatch.context() as without:
         without.delenv("AWS_ACCESS_KEY_ID")
         with pytest.raises(Permanent):

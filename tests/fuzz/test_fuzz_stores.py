@@ -17,16 +17,13 @@ from swansong.bounds import BYTES_MAX, BoundsError
 from swansong_bucket.errors import StoreError, Transient
 from swansong_bucket.stores import responses
 from swansong_bucket.stores.azure.auth import SharedKey
-from swansong_bucket.stores.azure.store import AzureStore
 from swansong_bucket.stores.base import Body, ObjectInfo, Page, listed
-from swansong_bucket.stores.gcs.store import GcsStore
 from swansong_bucket.stores.http.client import Response
-from swansong_bucket.stores.options import AzureOptions, GcsOptions, S3Options
 from swansong_bucket.stores.s3.access import Route
-from swansong_bucket.stores.s3.store import S3Store
 from swansong_bucket.util.http1 import HEADERS_MAX, ResponseReader
 
 from testkit.bodies import CountedSink
+from testkit.store_backends import store_at
 
 BASE = "prefix/"
 
@@ -340,35 +337,30 @@ class FakeWire:
         pass
 
 
-def s3(wire: Any, scheme: str = "http") -> S3Store:
-    store: Any = S3Store(
-        "s3://bucket/prefix", S3Options(endpoint=f"{scheme}://store", region="us-east-1")
-    )
+def s3(wire: Any, scheme: str = "http") -> Any:
+    store = store_at("s3://bucket/prefix", f"{scheme}://store", region="us-east-1")
     found = Credentials("a", "b")
     store._access._credentials._load = lambda: found
     store._access._found_route = lambda: Route(wire, f"{scheme}://store", "/bucket", "us-east-1")
-    made: S3Store = store
-    return made
+    return store
 
 
-def s3_tls(wire: Any) -> S3Store:
+def s3_tls(wire: Any) -> Any:
     """A store over TLS, whose bodies are not signed."""
     return s3(wire, "https")
 
 
-def gcs(wire: Any) -> GcsStore:
-    store: Any = GcsStore("gs://bucket/prefix", GcsOptions(endpoint="http://store"))
+def gcs(wire: Any) -> Any:
+    store = store_at("gs://bucket/prefix", "http://store")
     store._access._wire = wire
-    made: GcsStore = store
-    return made
+    return store
 
 
-def azure(wire: Any) -> AzureStore:
-    store: Any = AzureStore("az://acct/box/prefix", AzureOptions(endpoint="http://store/acct"))
+def azure(wire: Any) -> Any:
+    store = store_at("az://acct/box/prefix", "http://store/acct")
     store._access._credentials._load = lambda: SharedKey("acct", b"key")
     store._access._wire = wire
-    made: AzureStore = store
-    return made
+    return store
 
 
 CALLS: dict[str, Callable[[Any], object]] = {

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swansong_bucket.config.sections import StoreAccess
 from swansong_bucket.format.keys import RunKeys
-from swansong_bucket.stores.options import S3Options
 from swansong_bucket.stores.s3.store import S3Store
 from swansong_bucket.transfer.restore import restore
 from swansong_bucket.transfer.target import RestoreTarget
@@ -110,9 +110,7 @@ def test_killed_at_any_request_restore_returns_the_old_or_the_new_checkpoint(
         monkeypatch.setenv(name, value)
     with StoreTap(bucket.endpoint) as tap:
         vm = new_vm("vm", {**bucket.store, "endpoint": tap.url})
-        store = S3Store(
-            bucket.store["url"], S3Options(endpoint=bucket.endpoint, region="us-east-1")
-        )
+        store = S3Store(StoreAccess(**bucket.store))
         daemon = vm.start_daemon()
         old = write_set(vm.run_directory, step=7, nonce="old", ranks=1)
         daemon.lines.wait(event="committed", step=7)

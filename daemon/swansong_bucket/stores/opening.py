@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from swansong_bucket.config.sections import MirrorConfig, StoreAccess
 from swansong_bucket.errors import ConfigError
 from swansong_bucket.stores.azure.store import AzureStore
 from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.stores.file.store import FileStore
 from swansong_bucket.stores.gcs.store import GcsStore
-from swansong_bucket.stores.options import AzureOptions, GcsOptions, S3Options
+from swansong_bucket.stores.remote import WireLimits
 from swansong_bucket.stores.retention import Lock
 from swansong_bucket.stores.s3.store import S3Store
 
@@ -33,12 +31,7 @@ def open_store(
         ConfigError: the URL does not name a store, or an option is wrong.
     """
     url = config.url or ""
-    shared: dict[str, Any] = {
-        "endpoint": config.endpoint,
-        "connections": connections,
-        "ca_bundle": config.ca_bundle,
-        "lock": lock,
-    }
+    limits = WireLimits(connections=connections)
     match url.partition("://")[0]:
         case "file":
             if lock is not None:
@@ -47,22 +40,16 @@ def open_store(
                 )
             return FileStore(url)
         case "s3":
-            options = S3Options(
-                region=config.region,
-                profile=config.profile,
-                addressing=config.addressing,
-                **shared,
-            )
-            return S3Store(url, options)
+            return S3Store(config, limits, lock=lock)
         case "gs":
-            return GcsStore(url, GcsOptions(**shared))
+            return GcsStore(config, limits, lock=lock)
         case "az":
             if lock is not None:
                 raise ConfigError(
                     ["store.lock_days: Azure locks no blob; set it to 0, or use S3 or GCS"],
                     hint="An immutability policy of the container keeps all blobs",
                 )
-            return AzureStore(url, AzureOptions(**shared))
+            return AzureStore(config, limits)
         case scheme:
             raise ConfigError(
                 [f"store.url: unknown scheme {scheme!r:.40}; use file://, s3://, gs:// or az://"]

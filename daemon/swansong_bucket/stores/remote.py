@@ -7,10 +7,14 @@ The wire sends each request once; retries and deadlines belong to the caller.
 from __future__ import annotations
 
 import abc
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+from swansong_bucket.config.sections import StoreAccess
 from swansong_bucket.errors import (
+    ConfigError,
     Exists,
     Forbidden,
     Locked,
@@ -32,24 +36,48 @@ from swansong_bucket.stores.base import (
     named,
 )
 from swansong_bucket.stores.http.client import Response, Wire
-from swansong_bucket.stores.options import StoreOptions
 from swansong_bucket.util.http1 import retry_after_s
+
+ENDPOINT = re.compile(r"https?://([^/@?#:\[\]]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 
 _STALL_S_MAX = 3.0
 _DELETE_THREADS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireLimits:
+    """Limits of the connections to a store."""
+
+    connections: int = 16
+    """Threads that call the store at the same time."""
+    connect_timeout_s: float = 3.0
+    """Limit for opening a connection."""
+    read_timeout_s: float = 8.0
+    """Limit for one wait for a response."""
+
+
+DEFAULT_LIMITS = WireLimits()
 
 
 class RemoteStore(ObjectStore):
     """A bucket, or a prefix in one.
 
     Args:
-        url: the store as configured.
         prefix: prefix of all keys: empty, or with a ``/`` at its end.
         renew_credentials: renews credentials that expire soon; raises Permanent if there are none.
+
+    Raises:
+        ConfigError: ``store.ca_bundle`` is not a file.
     """
 
-    def __init__(self, url: str, prefix: str, renew_credentials: Callable[[], None]) -> None:
-        self.url = url
+    def __init__(
+        self, config: StoreAccess, prefix: str, renew_credentials: Callable[[], None]
+    ) -> None:
+        if config.ca_bundle is not None and not config.ca_bundle.is_file():
+            raise ConfigError(
+                [f"store.ca_bundle: is not a file (got {str(config.ca_bundle)!r}); name a PEM file"]
+            )
+        self.url = config.url or ""
         self._prefix = prefix
         self.renew_credentials = renew_credentials
 
@@ -129,19 +157,19 @@ class RemoteStore(ObjectStore):
             raise Exists(str(error)) from error
 
 
-def wire_to(endpoint: str, options: StoreOptions, trusted: str | None) -> Wire:
+def wire_to(endpoint: str, config: StoreAccess, limits: WireLimits, trusted: str | None) -> Wire:
     """The wire to a store.
 
     Args:
-        trusted: file of certificates to trust unless the options name one; None: the system's.
+        trusted: file of certificates to trust unless the configuration names one; None: the system's.
     """
     return Wire(
         endpoint,
-        connections=options.connections,
-        ca_bundle=str(options.ca_bundle) if options.ca_bundle is not None else trusted,
-        connect_timeout_s=options.connect_timeout_s,
-        stall_s=min(_STALL_S_MAX, options.read_timeout_s),
-        first_byte_s=options.read_timeout_s,
+        connections=limits.connections,
+        ca_bundle=str(config.ca_bundle) if config.ca_bundle is not None else trusted,
+        connect_timeout_s=limits.connect_timeout_s,
+        stall_s=min(_STALL_S_MAX, limits.read_timeout_s),
+        first_byte_s=limits.read_timeout_s,
     )
 
 

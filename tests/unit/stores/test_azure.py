@@ -13,7 +13,6 @@ from swansong_bucket.errors import ConfigError, Permanent
 from swansong_bucket.stores.azure.auth import Sas, SharedKey, from_environment
 from swansong_bucket.stores.base import account_container_and_prefix
 from swansong_bucket.stores.opening import open_store
-from swansong_bucket.stores.options import AzureOptions
 from swansong_bucket.stores.retention import Lock
 
 KEY = b"a key of sixty-four bytes"
@@ -134,7 +133,7 @@ def test_wrong_urls(url: str) -> None:
 @pytest.mark.parametrize("endpoint", ["acct", "ftp://h/acct", "https://h/a/b", "https://h/acct?x"])
 def test_an_invalid_endpoint(endpoint: str) -> None:
     with pytest.raises(ConfigError, match=r"^store.endpoint: .*https://host"):
-        AzureOptions(endpoint=endpoint)
+        open_store(StoreConfig(url="az://acct/box", endpoint=endpoint))
 
 
 def test_locks_are_refused() -> None:

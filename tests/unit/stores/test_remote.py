@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+from swansong_bucket.config.sections import StoreAccess
 from swansong_bucket.errors import Permanent
 from swansong_bucket.stores.base import BytesSink, Sink
 from swansong_bucket.stores.http.client import Response
-from swansong_bucket.stores.options import S3Options
 from swansong_bucket.stores.s3.store import S3Store
 
 
@@ -29,7 +29,7 @@ def test_a_range_is_read_only_from_a_complete_answer(
     status: int, content_range: str, is_read: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the range that was asked for; some servers send it with status 200."""
-    store, sink = S3Store("s3://bucket", S3Options()), BytesSink(3)
+    store, sink = S3Store(StoreAccess(url="s3://bucket")), BytesSink(3)
 
     def answer(_key: str, _headers: Mapping[str, str], sink: Sink) -> Response:
         sink.write(memoryview(b"abc"))

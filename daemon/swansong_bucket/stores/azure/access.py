@@ -4,13 +4,23 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from email.utils import formatdate
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
-from swansong_bucket.errors import Exists, Locked, NotFound, Permanent, StoreError, Transient
+from swansong_bucket.config.sections import StoreAccess
+from swansong_bucket.errors import (
+    ConfigError,
+    Exists,
+    Locked,
+    NotFound,
+    Permanent,
+    StoreError,
+    Transient,
+)
 from swansong_bucket.stores.azure.auth import (
     CREDENTIALS_HINT,
     AzureCredentials,
@@ -24,10 +34,10 @@ from swansong_bucket.stores.azure.auth import (
 from swansong_bucket.stores.base import Body, Sink, account_container_and_prefix, named
 from swansong_bucket.stores.credentials import CredentialCache
 from swansong_bucket.stores.http.client import Response
-from swansong_bucket.stores.options import AzureOptions
-from swansong_bucket.stores.remote import refusal, translated, wire_to
+from swansong_bucket.stores.remote import ENDPOINT, WireLimits, refusal, translated, wire_to
 from swansong_bucket.stores.responses import one_line, xml_text
 
+_ENDPOINT = re.compile(rf"{ENDPOINT.pattern}(/[a-z0-9]{{3,24}})?/?")
 _VERSION = "2021-12-02"
 """Version of the interface: old enough for every cloud of Azure, and for Azurite."""
 
@@ -74,20 +84,27 @@ class AzureAccess:
     token is never sent over plain http.
 
     Args:
-        url: ``az://account/container/prefix``.
+        config: with a URL ``az://account/container/prefix``.
+
+    Raises:
+        ConfigError: the URL has another form, or the endpoint is not ``https://host[:port][/account]``.
     """
 
-    def __init__(self, url: str, options: AzureOptions) -> None:
-        self._url = url
-        self._account, container, self.prefix = account_container_and_prefix(url)
-        self._address = options.address(self._account)
+    def __init__(self, config: StoreAccess, limits: WireLimits) -> None:
+        self._url = config.url or ""
+        self._account, container, self.prefix = account_container_and_prefix(self._url)
+        if config.endpoint and not _ENDPOINT.fullmatch(config.endpoint):
+            problem = f"{config.endpoint!r:.80} must read https://host[:port], and for Azurite"
+            raise ConfigError([f"store.endpoint: {problem} http://host:port/account"])
+        azure = f"https://{self._account}.blob.core.windows.net"
+        self._address = (config.endpoint or azure).rstrip("/")
         self._path = f"{urlsplit(self._address).path}/{container}"
-        self._timeout_s = options.read_timeout_s
+        self._timeout_s = limits.read_timeout_s
         trusted = os.environ.get("REQUESTS_CA_BUNDLE") or None
         self._credentials = CredentialCache(
             "Azure", load=self._load_credentials, fetch=_fetched, has_expired=_has_expired
         )
-        self._wire = wire_to(self._address, options, trusted)
+        self._wire = wire_to(self._address, config, limits, trusted)
 
     def renew_credentials(self) -> None:
         """Renew a token that expires soon; raises Permanent if there are no credentials."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 
+from swansong_bucket.config.sections import StoreAccess
 from swansong_bucket.errors import Changed, Exists, Transient
 from swansong_bucket.stores import responses
 from swansong_bucket.stores.azure.access import AzureAccess, BlobMissing
@@ -21,8 +22,7 @@ from swansong_bucket.stores.base import (
     Sink,
 )
 from swansong_bucket.stores.http.client import Response
-from swansong_bucket.stores.options import AzureOptions
-from swansong_bucket.stores.remote import RemoteStore
+from swansong_bucket.stores.remote import DEFAULT_LIMITS, RemoteStore, WireLimits
 
 _ABSENT = {"if-none-match": "*"}
 _PAGE_ITEMS = 500
@@ -35,12 +35,12 @@ class AzureStore(RemoteStore):
     For credentials see :class:`swansong_bucket.stores.azure.access.AzureAccess`.
 
     Args:
-        url: ``az://account/container/prefix``.
+        config: with a URL ``az://account/container/prefix``.
     """
 
-    def __init__(self, url: str, options: AzureOptions) -> None:
-        self._access = AzureAccess(url, options)
-        super().__init__(url, self._access.prefix, self._access.renew_credentials)
+    def __init__(self, config: StoreAccess, limits: WireLimits = DEFAULT_LIMITS) -> None:
+        self._access = AzureAccess(config, limits)
+        super().__init__(config, self._access.prefix, self._access.renew_credentials)
 
     def head(self, key: str) -> ObjectInfo | None:
         found = self._properties(key)

@@ -15,15 +15,16 @@ from urllib.parse import quote, urlencode, urlsplit
 from swansong import bounds
 from swansong.bounds import BoundsError
 
-from swansong_bucket.errors import Permanent, StoreError, Transient
+from swansong_bucket.config.sections import StoreAccess
+from swansong_bucket.errors import ConfigError, Permanent, StoreError, Transient
 from swansong_bucket.stores.base import RENEW_BELOW_S, Body, Sink, bucket_and_prefix, named
 from swansong_bucket.stores.credentials import CredentialCache
 from swansong_bucket.stores.http.client import REFUSAL_BYTES_MAX, Response, Wire
-from swansong_bucket.stores.options import GcsOptions
-from swansong_bucket.stores.remote import refusal, translated, wire_to
+from swansong_bucket.stores.remote import ENDPOINT, WireLimits, refusal, translated, wire_to
 from swansong_bucket.stores.responses import one_line, xml_text
 from swansong_bucket.stores.retention import StoreClock
 
+_ADDRESS = "https://storage.googleapis.com"
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 
 _CREDENTIALS = (
@@ -52,16 +53,26 @@ class GcsAccess:
     Without credentials, requests to a store that is not Google's are anonymous.
 
     Args:
-        url: ``gs://bucket/prefix``.
+        config: with a URL ``gs://bucket/prefix``.
         check: sends a request, for the clock of the store.
+
+    Raises:
+        ConfigError: the URL has another form, or the endpoint is not ``https://host[:port]``.
     """
 
-    def __init__(self, url: str, options: GcsOptions, check: Callable[[], object]) -> None:
-        self._url = url
-        self.bucket, self.prefix = bucket_and_prefix(url)
+    def __init__(
+        self, config: StoreAccess, limits: WireLimits, check: Callable[[], object]
+    ) -> None:
+        self._url = config.url or ""
+        self.bucket, self.prefix = bucket_and_prefix(self._url)
         self.clock = StoreClock(check)
-        self._options = options
-        self._endpoint = options.address
+        configured = config.endpoint or _emulator()
+        self._is_google = configured is None
+        self._endpoint = (configured or _ADDRESS).rstrip("/")
+        if not ENDPOINT.fullmatch(self._endpoint):
+            raise ConfigError(
+                [f"store.endpoint: {self._endpoint!r:.80} must read https://host[:port]"]
+            )
         trusted = os.environ.get("REQUESTS_CA_BUNDLE") or None
         self._credentials = CredentialCache(
             "GCS",
@@ -69,8 +80,8 @@ class GcsAccess:
             fetch=self._fetch_token,
             has_expired=lambda found: _left_s(found) <= 0,
         )
-        self._transport = _Transport(trusted, options.read_timeout_s)
-        self._wire = wire_to(self._endpoint, options, trusted)
+        self._transport = _Transport(trusted, limits.read_timeout_s)
+        self._wire = wire_to(self._endpoint, config, limits, trusted)
 
     def renew_credentials(self) -> None:
         """Renew a token that expires soon; raises Permanent if there are no credentials."""
@@ -151,7 +162,7 @@ class GcsAccess:
         try:
             return self._credentials.get()
         except _NoCredentials:
-            if self._options.is_google:
+            if self._is_google:
                 raise
             return {}
 
@@ -176,6 +187,12 @@ class GcsAccess:
             headers: dict[str, str] = {}
             found.apply(headers, found.token)
             return headers
+
+
+def _emulator() -> str | None:
+    """The server of STORAGE_EMULATOR_HOST, as a URL; None if it is not set."""
+    named = os.environ.get("STORAGE_EMULATOR_HOST") or None
+    return named if named is None or "://" in named else f"http://{named}"
 
 
 def _left_s(found: Any) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 
+from swansong_bucket.config.sections import StoreAccess
 from swansong_bucket.errors import Changed, Exists, NotFound, Permanent, Transient
 from swansong_bucket.stores import responses
 from swansong_bucket.stores.base import (
@@ -24,8 +25,8 @@ from swansong_bucket.stores.gcs.access import GcsAccess
 from swansong_bucket.stores.gcs.retention import GcsRetention
 from swansong_bucket.stores.gcs.settings import GcsSettings
 from swansong_bucket.stores.http.client import Response
-from swansong_bucket.stores.options import GcsOptions
-from swansong_bucket.stores.remote import RemoteStore
+from swansong_bucket.stores.remote import DEFAULT_LIMITS, RemoteStore, WireLimits
+from swansong_bucket.stores.retention import Lock
 
 _HASH = "x-goog-hash"
 _INFO_FIELDS = "name,size,timeCreated,generation"
@@ -37,14 +38,17 @@ class GcsStore(RemoteStore):
     """A bucket, or a prefix in one.  :class:`swansong_bucket.stores.gcs.access.GcsAccess` has credentials.
 
     Args:
-        url: ``gs://bucket/prefix``.
+        config: with a URL ``gs://bucket/prefix``.
+        lock: retention of new objects; None: they get none.
     """
 
-    def __init__(self, url: str, options: GcsOptions) -> None:
-        self._access = GcsAccess(url, options, self.check)
-        super().__init__(url, self._access.prefix, self._access.renew_credentials)
+    def __init__(
+        self, config: StoreAccess, limits: WireLimits = DEFAULT_LIMITS, *, lock: Lock | None = None
+    ) -> None:
+        self._access = GcsAccess(config, limits, self.check)
+        super().__init__(config, self._access.prefix, self._access.renew_credentials)
         self.settings = GcsSettings(self._access)
-        self._retention = GcsRetention(options.lock, self.settings.has_lock, self._access)
+        self._retention = GcsRetention(lock, self.settings.has_lock, self._access)
 
     def head(self, key: str) -> ObjectInfo | None:
         found = self._metadata(key)

@@ -17,12 +17,12 @@ from functools import partial
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from swansong_bucket.config.sections import StoreAccess
 from swansong_bucket.errors import Exists, NotFound, Permanent, StoreError, Transient
 from swansong_bucket.stores.base import Body, Sink, bucket_and_prefix, named
 from swansong_bucket.stores.credentials import CredentialCache
 from swansong_bucket.stores.http.client import Response, Wire
-from swansong_bucket.stores.options import ENDPOINT, Addressing, S3Options
-from swansong_bucket.stores.remote import refusal, translated, wire_to
+from swansong_bucket.stores.remote import ENDPOINT, WireLimits, refusal, translated, wire_to
 from swansong_bucket.stores.responses import one_line, xml_text
 from swansong_bucket.stores.retention import StoreClock
 from swansong_bucket.stores.s3.sigv4 import (
@@ -115,16 +115,22 @@ class S3Access:
     """Signed requests to one bucket.
 
     Args:
-        url: ``s3://bucket/prefix``.
+        config: with a URL ``s3://bucket/prefix``.
         check: sends a request, for the clock of the store.
+
+    Raises:
+        ConfigError: the URL has another form.
     """
 
-    def __init__(self, url: str, options: S3Options, check: Callable[[], object]) -> None:
-        self._url = url
-        self.bucket, self.prefix = bucket_and_prefix(url)
+    def __init__(
+        self, config: StoreAccess, limits: WireLimits, check: Callable[[], object]
+    ) -> None:
+        self._url = config.url or ""
+        self.bucket, self.prefix = bucket_and_prefix(self._url)
         self.clock = StoreClock(check)
-        self._options = options
-        self._region = options.region
+        self._config = config
+        self._limits = limits
+        self._region = config.region
         """Replaced by the region in a redirect."""
         self._credentials = CredentialCache(
             "S3", load=self._load_credentials, fetch=_aws_credentials, has_expired=_has_expired
@@ -236,7 +242,7 @@ class S3Access:
             "find the address of the bucket", "Check table [store] of the configuration"
         ):
             endpoint, base_path, region = self._address()
-        wire = wire_to(endpoint, self._options, self._trusted)
+        wire = wire_to(endpoint, self._config, self._limits, self._trusted)
         return Route(wire, endpoint, base_path, region)
 
     # ------------------------------------------------------------ botocore
@@ -246,9 +252,9 @@ class S3Access:
         import botocore.session  # noqa: PLC0415 - slow to import
         from botocore.config import Config  # noqa: PLC0415
 
-        session = botocore.session.Session(profile=self._options.profile)
+        session = botocore.session.Session(profile=self._config.profile)
         self._trusted = session.get_config_variable("ca_bundle")
-        given, region, style = self._options.endpoint, self._region, self._addressing_style()
+        given, region, style = self._config.endpoint, self._region, self._addressing_style()
         if given and ENDPOINT.fullmatch(given) and region and style == "path":
             return given, f"/{self.bucket}", region  # a client of botocore reads 2 MB of models
         addressing: Any = {"addressing_style": style}
@@ -267,10 +273,10 @@ class S3Access:
         base_path = parts.path.removesuffix(f"/{_SAMPLE_KEY}")
         return f"{parts.scheme}://{parts.netloc}", base_path, found_region
 
-    def _addressing_style(self) -> Addressing:
-        if self._options.addressing != "auto":
-            return self._options.addressing
-        if self._options.endpoint:
+    def _addressing_style(self) -> str:
+        if self._config.addressing != "auto":
+            return self._config.addressing
+        if self._config.endpoint:
             return "path"
         # Given no style, botocore names the global host in addresses, which redirects new buckets.
         return "virtual" if _HOST_NAME.fullmatch(self.bucket) else "auto"
@@ -281,7 +287,7 @@ class S3Access:
 
         with errors_of("credentials for S3", CREDENTIALS_HINT):
             # A new session: an old one caches files and assumed roles.
-            session = botocore.session.Session(profile=self._options.profile)
+            session = botocore.session.Session(profile=self._config.profile)
             found = session.get_component("credential_provider").load_credentials()
         if found is None:
             raise Permanent("no credentials for S3", hint=CREDENTIALS_HINT)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from xml.etree import ElementTree as ET
 
+from swansong_bucket.config.sections import StoreAccess
 from swansong_bucket.errors import Changed, Exists, Locked, NotFound, Transient
 from swansong_bucket.stores import responses
 from swansong_bucket.stores.base import (
@@ -22,8 +23,8 @@ from swansong_bucket.stores.base import (
 )
 from swansong_bucket.stores.checksums import crc32c_base64
 from swansong_bucket.stores.http.client import Response
-from swansong_bucket.stores.options import S3Options
-from swansong_bucket.stores.remote import RemoteStore
+from swansong_bucket.stores.remote import DEFAULT_LIMITS, RemoteStore, WireLimits
+from swansong_bucket.stores.retention import Lock
 from swansong_bucket.stores.s3.access import S3Access, Unsupported
 from swansong_bucket.stores.s3.retention import S3Retention, signed_document
 from swansong_bucket.stores.s3.settings import S3Settings
@@ -39,14 +40,17 @@ class S3Store(RemoteStore):
     """A bucket, or a prefix in one.
 
     Args:
-        url: ``s3://bucket/prefix``.
+        config: with a URL ``s3://bucket/prefix``.
+        lock: retention of new objects; None: they get none.
     """
 
-    def __init__(self, url: str, options: S3Options) -> None:
-        self._access = S3Access(url, options, self.check)
-        super().__init__(url, self._access.prefix, self._access.renew_credentials)
+    def __init__(
+        self, config: StoreAccess, limits: WireLimits = DEFAULT_LIMITS, *, lock: Lock | None = None
+    ) -> None:
+        self._access = S3Access(config, limits, self.check)
+        super().__init__(config, self._access.prefix, self._access.renew_credentials)
         self.settings = S3Settings(self._access)
-        self._retention = S3Retention(options.lock, self.settings.has_lock, self._access)
+        self._retention = S3Retention(lock, self.settings.has_lock, self._access)
 
     def head(self, key: str) -> ObjectInfo | None:
         try:
