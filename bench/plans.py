@@ -33,7 +33,6 @@ from testkit.emulators.s3_strict import S3
 from testkit.emulators.store_control import StoreControl
 from testkit.emulators.store_server import StoreServer
 from testkit.rig import Vm
-from testkit.strict_bucket import ACCOUNT
 from testkit.waiting import until
 
 MIB = 2**20
@@ -122,7 +121,7 @@ def _running_vm(size: Size, store: dict[str, str], *, from_step: int) -> Iterato
         tempfile.TemporaryDirectory() as directory,
         Vm(Path(directory), store, settings=settings) as vm,
     ):
-        daemon = vm.start_daemon(ready=True, **ACCOUNT)
+        daemon = vm.start_daemon(ready=True)
         until(vm.socket.exists, what="the socket")
         facts = {
             "--size-bytes": size.size_bytes,

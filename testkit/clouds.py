@@ -1,23 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """The emulated clouds for tests: raise a notice, read the bucket, make the store fail.
 
-The bucket is read and written by plain HTTP with botocore's signatures, without the code under test.
+The bucket is read and written by plain HTTP with botocore's signatures, without the code under test except
+for :attr:`Bucket.client` and :meth:`Bucket.restored`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import urllib.request
+from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 from xml.etree import ElementTree as ET
 
+from blake3 import blake3
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
+from swansong_bucket.config.sections import StoreAccess
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.stores.s3.store import S3Store
+from swansong_bucket.transfer.restore import restore
+from swansong_bucket.transfer.target import RestoreTarget
 
+from testkit.committed import tree
 from testkit.rig import control
 
 _ACCOUNT = Credentials("test", "test")
@@ -105,6 +116,11 @@ class Bucket:
         url = f"s3://ckpt/{self.prefix}"
         return {"url": url, "endpoint": self.endpoint, "region": "us-east-1"}
 
+    @property
+    def client(self) -> S3Store:
+        """The store as the daemon opens it, with the credentials of the environment."""
+        return S3Store(StoreAccess(**self.store))
+
     def order(self, name: str, **query: object) -> Any:
         """Make the store fail, see :mod:`testkit.emulators.store_control`."""
         return control(self.endpoint, f"{name}?{urlencode(query)}")
@@ -162,6 +178,17 @@ class Bucket:
             each["path"]: b"".join(map(bytes_of, each["extents"])) for each in manifest["shards"]
         }
 
+    def restored(self, place: Path) -> dict[str, bytes]:
+        """Files of the newest whole commit, restored as by a new VM."""
+        restore(self.client, RunKeys("run"), RestoreTarget(place))
+        return tree(place)
+
+    def chunks_sent(self) -> Counter[str]:
+        """Number of requests for each chunk since the last ``clear``, by digest."""
+        wanted = re.compile(rf"/{self.prefix}/run/data/[0-9]{{8}}/([0-9a-f]{{64}})-")
+        found = (wanted.search(key) for method, key in self.order("requests") if method == "PUT")
+        return Counter(match[1] for match in found if match)
+
     def farewells(self, run: str = "run") -> list[dict[str, Any]]:
         """The farewells of all evacuations, oldest first."""
         return [json.loads(self.get(key)) for key in sorted(self.keys(f"{run}/farewells/"))]
@@ -175,3 +202,9 @@ class Bucket:
         with urllib.request.urlopen(request, timeout=10) as answer:
             content: bytes = answer.read()
         return content
+
+
+def digests_of(data: bytes, chunk_bytes: int) -> list[str]:
+    """The digests of the chunks of a large file, in order."""
+    starts = range(0, len(data), chunk_bytes)
+    return [blake3(data[start : start + chunk_bytes]).hexdigest() for start in starts]

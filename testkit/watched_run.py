@@ -14,8 +14,7 @@ from testkit.emulators.process import EmulatorProcess
 from testkit.fake_nvml import FakeNvml
 from testkit.prometheus import Prometheus
 from testkit.raw_server import Peer, RawServer
-from testkit.rig import BIN, Process, Vm
-from testkit.strict_bucket import ACCOUNT
+from testkit.rig import BIN, CREDENTIALS, Process, Vm
 
 RULES = REPOSITORY / "monitoring/prometheus/swansong.rules.yml"
 RUN = "my-run"
@@ -52,7 +51,7 @@ class WatchedRun:
         self.daemon.kill()
         text = self.vm.config.read_text()
         self.vm.config.write_text(text.replace("127.0.0.1:0", address))
-        self.daemon = self.vm.start_daemon(**ACCOUNT, **self.nvml.environment)
+        self.daemon = self.vm.start_daemon(**self.nvml.environment)
 
 
 def _accept_all(peer: Peer) -> None:
@@ -98,10 +97,10 @@ def watched_run(directory: Path, *, warm: str | None = None) -> Iterator[Watched
                 warm=warm,
             )
         )
-        daemon = vm.start_daemon(**ACCOUNT, **nvml.environment)
+        daemon = vm.start_daemon(**nvml.environment)
         command = [str(BIN / "swansong"), "--config", str(vm.config), "exporter"]
         options = ["--listen", "127.0.0.1:0", "--interval", "5s", "--price", "spot=1.20"]
-        exporter = vm.spawn([*command, *options], **ACCOUNT)
+        exporter = vm.spawn([*command, *options], **CREDENTIALS)
         targets = {
             job: process.lines.wait(event="metrics_served")["address"]
             for job, process in (("swansong", daemon), ("swansong-exporter", exporter))

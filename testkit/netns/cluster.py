@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from testkit import TRAINERS
-from testkit.clouds import Aws
+from testkit.clouds import Aws, Bucket
 from testkit.emulators.process import EmulatorProcess
 from testkit.rig import Process, Vm
-from testkit.strict_bucket import ACCOUNT, Strict
 from testkit.warm import python_of
 
 METADATA_ADDRESS = "169.254.169.254"
@@ -89,7 +88,7 @@ class Machine:
         """Start the daemon; after a power-off on an empty disk."""
         self.vm.staging.mkdir(exist_ok=True)
         with self.namespace.inside():
-            return self.vm.start_daemon(**ACCOUNT)
+            return self.vm.start_daemon()
 
     def notice(self, *, in_s: float) -> None:
         """Give a notice of EC2 to this VM."""
@@ -180,8 +179,8 @@ class Cluster:
             server = EmulatorProcess(
                 "testkit.emulators.s3_strict", "--host", STORE_ADDRESS, "--bucket", "ckpt"
             )
-            self.bucket = Strict(started.enter_context(server).url, "job")
-            self.store = self.bucket.table()
+            self.bucket = Bucket(started.enter_context(server).url, "job")
+            self.store = self.bucket.store
 
     def add(self, count: int) -> list[Machine]:
         """Add VMs and start a daemon on each."""

@@ -18,7 +18,6 @@ import pytest
 from testkit import TRAINERS
 from testkit.netns.cluster import Cluster, Machine
 from testkit.rig import Process, Vm
-from testkit.strict_bucket import ACCOUNT
 from testkit.waiting import until
 
 RANK = TRAINERS / "job_witness.py"
@@ -56,7 +55,7 @@ class Job:
         self._elsewhere.mkdir()
         vm = Vm(self._elsewhere, self.cluster.store)
         place = vm.disk / "restored"
-        answer = vm.swansong("restore", "--to", str(place), **ACCOUNT)
+        answer = vm.swansong("restore", "--to", str(place))
         assert answer.returncode == 0, answer.stderr
         states = [json.loads(path.read_text()) for path in sorted(place.rglob("position.json"))]
         assert [state["rank"] for state in states] == [0, 1]

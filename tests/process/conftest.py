@@ -18,7 +18,6 @@ from testkit.clouds import Aws, Azure, Bucket, Gcp
 from testkit.emulators.process import EmulatorProcess
 from testkit.fake_nvml import FakeNvml, has_compiler
 from testkit.rig import CREDENTIALS, Process, Vm, control
-from testkit.strict_bucket import Strict
 from testkit.warm import python_of
 
 NewVm = Callable[..., Vm]
@@ -70,8 +69,10 @@ def azure() -> Iterator[Azure]:
 
 
 @pytest.fixture
-def bucket(s3: EmulatorProcess) -> Iterator[Bucket]:
-    """An empty prefix in a bucket without faults."""
+def bucket(s3: EmulatorProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """An empty prefix in a bucket without faults; the test can read it with the client of the daemon."""
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
     yield Bucket(s3.url, secrets.token_hex(4))
     control(s3.url, "clear")
 
@@ -131,15 +132,6 @@ def weights_after() -> Callable[[int], str]:
         return known[steps]
 
     return digest
-
-
-@pytest.fixture
-def strict_bucket(s3: EmulatorProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Strict]:
-    """An empty prefix in the same bucket, which the test reads with the client of the daemon."""
-    for name, value in CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
-    yield Strict(s3.url, secrets.token_hex(4))
-    control(s3.url, "clear")
 
 
 @pytest.fixture

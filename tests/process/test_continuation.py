@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from testkit.clouds import Bucket, digests_of
 from testkit.rig import Vm
 from testkit.staged import another_boot, seal_files
 from testkit.store_tap import WRITES, StoreTap, When
-from testkit.strict_bucket import Strict, digests_of
 from testkit.waiting import until
 
 MIB = 2**20
@@ -27,15 +27,15 @@ DIGESTS = digests_of(FROZEN, CHUNK)
 @pytest.mark.fault("H01", "G01", "O19", "O70")
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_killed_at_any_request_the_flush_continues(
-    strict_bucket: Strict, new_vm: Any, tmp_path: Path, when: When
+    bucket: Bucket, new_vm: Any, tmp_path: Path, when: When
 ) -> None:
     """Each process of the daemon is killed one request later; none sends what an earlier one has stored.
 
     ``before``: the request never arrives.  ``after``: a write took effect, and its reply is lost.
     """
     first = 7 if when == "before" else 1
-    with StoreTap(strict_bucket.url) as tap:
-        vm = new_vm("vm", strict_bucket.table(tap.url), settings=FLUSH)
+    with StoreTap(bucket.endpoint) as tap:
+        vm = new_vm("vm", {**bucket.store, "endpoint": tap.url}, settings=FLUSH)
         vm.start_daemon().lines.wait(event="health", source="store", health="ok")
         assert vm.daemon is not None
         vm.daemon.kill()
@@ -47,46 +47,44 @@ def test_killed_at_any_request_the_flush_continues(
             # A lost reply to a read changes as little as a request that never arrived.
             methods = WRITES if when == "after" else ("GET", "HEAD", *WRITES)
             tap.arm(request, when, daemon.kill, methods=methods)
-            until(
-                lambda: _is_over(vm, strict_bucket, 7), what="the end of the daemon, or its commit"
-            )
-            stored = strict_bucket.objects("run/data/")
+            until(lambda: _is_over(vm, bucket, 7), what="the end of the daemon, or its commit")
+            stored = bucket.objects("run/data/")
             assert not [key for key in seen if stored.get(key) != seen[key]], "written twice"
             seen = stored
             if daemon.popen.poll() is None:
                 break
     starts = request - first + 1
     assert starts >= 4
-    assert strict_bucket.restored(tmp_path / "restored") == content
-    assert sum(strict_bucket.chunks_sent().values()) <= 6 + 2 * starts, (
+    assert bucket.restored(tmp_path / "restored") == content
+    assert sum(bucket.chunks_sent().values()) <= 6 + 2 * starts, (
         "two connections, so at most two chunks for each start"
     )
 
 
 @pytest.mark.fault("H01", "D06")
 def test_a_reboot_that_keeps_the_disk_continues_the_same_set(
-    strict_bucket: Strict, new_vm: Any, tmp_path: Path
+    bucket: Bucket, new_vm: Any, tmp_path: Path
 ) -> None:
     """No other VM has taken the run over: the next boot commits the set under the generation of its start."""
-    content, vm = _cut_off(strict_bucket, new_vm)
+    content, vm = _cut_off(bucket, new_vm)
     another_boot(vm.run_directory)
-    strict_bucket.order("clear")
+    bucket.order("clear")
     vm.start_daemon().lines.wait(event="committed", step=7)
 
-    assert strict_bucket.restored(tmp_path / "restored") == content
-    (manifest,) = strict_bucket.manifests()
+    assert bucket.restored(tmp_path / "restored") == content
+    (manifest,) = bucket.manifests()
     assert manifest["generation"] == 1
     assert all(name.startswith("00000001/") for name, _ in manifest["chunks"])
-    sent = strict_bucket.chunks_sent()
+    sent = bucket.chunks_sent()
     assert {DIGESTS.index(digest) for digest in sent if digest in DIGESTS} == {2, 3, 4}
 
 
 @pytest.mark.fault("H01", "O61")
 def test_killed_while_it_sends_changed_chunks_the_next_daemon_sends_only_the_others(
-    strict_bucket: Strict, new_vm: Any, tmp_path: Path
+    bucket: Bucket, new_vm: Any, tmp_path: Path
 ) -> None:
     """Three of five chunks have changed.  One of them is stored when the daemon is killed."""
-    vm = new_vm("vm", strict_bucket.table(), settings=FLUSH)
+    vm = new_vm("vm", bucket.store, settings=FLUSH)
     daemon = vm.start_daemon()
     seal_files(vm.run_directory, 1, {"model.bin": FROZEN})
     daemon.lines.wait(event="committed", step=1)
@@ -95,23 +93,23 @@ def test_killed_while_it_sends_changed_chunks_the_next_daemon_sends_only_the_oth
         changed[index * CHUNK] ^= 1
     first, *others = (digests_of(bytes(changed), CHUNK)[index] for index in (0, 2, 3))
     for digest in others:
-        strict_bucket.order("answer", status=503, method="PUT", match=digest, times=1_000_000)
+        bucket.order("answer", status=503, method="PUT", match=digest, times=1_000_000)
     content = seal_files(vm.run_directory, 2, {"model.bin": bytes(changed)})
     until(lambda: first.encode() in _known(vm), what="a chunk to be stored")
     daemon.kill()
-    strict_bucket.order("clear")
+    bucket.order("clear")
     daemon = vm.start_daemon()
     daemon.lines.wait(event="committed", step=2)
-    sent = strict_bucket.chunks_sent().keys()
+    sent = bucket.chunks_sent().keys()
     assert set(others) <= sent
     assert not sent & {first, DIGESTS[1], DIGESTS[4]}
     assert vm.status()["bytes_referenced"] == len(FROZEN) - 3 * CHUNK
-    assert strict_bucket.restored(tmp_path / "restored") == content
+    assert bucket.restored(tmp_path / "restored") == content
 
 
-def test_frozen_weights_are_sent_once(strict_bucket: Strict, new_vm: Any, tmp_path: Path) -> None:
+def test_frozen_weights_are_sent_once(bucket: Bucket, new_vm: Any, tmp_path: Path) -> None:
     """A LoRA-like run: the first commit sends the weights, later ones reference them, also after restarts."""
-    vm = new_vm("vm", strict_bucket.table(), settings=FLUSH)
+    vm = new_vm("vm", bucket.store, settings=FLUSH)
     daemon = vm.start_daemon()
     for step in (1, 2, 3, 4):
         content = seal_files(
@@ -124,17 +122,17 @@ def test_frozen_weights_are_sent_once(strict_bucket: Strict, new_vm: Any, tmp_pa
             assert vm.status()["bytes_referenced"] == len(FROZEN)
             daemon.kill()
             daemon = vm.start_daemon()
-    sent = strict_bucket.chunks_sent()
+    sent = bucket.chunks_sent()
     assert [sent[digest] for digest in DIGESTS] == [1] * 5
-    assert strict_bucket.restored(tmp_path / "restored") == content
+    assert bucket.restored(tmp_path / "restored") == content
 
-    strict_bucket.order("clear")
-    fresh = new_vm("fresh", strict_bucket.table(), settings=FLUSH)
+    bucket.order("clear")
+    fresh = new_vm("fresh", bucket.store, settings=FLUSH)
     daemon = fresh.start_daemon()
     until(lambda: b"named" in _known(fresh), what="the newest commit to be read")
     seal_files(fresh.run_directory, 5, {"model.bin": FROZEN, "adapter.bin": b"5"})
     daemon.lines.wait(event="committed", step=5)
-    assert not strict_bucket.chunks_sent().keys() & set(DIGESTS)
+    assert not bucket.chunks_sent().keys() & set(DIGESTS)
 
 
 def _known(vm: Vm) -> bytes:
@@ -143,13 +141,13 @@ def _known(vm: Vm) -> bytes:
     return content
 
 
-def _cut_off(strict_bucket: Strict, new_vm: Any) -> tuple[dict[str, bytes], Vm]:
+def _cut_off(bucket: Bucket, new_vm: Any) -> tuple[dict[str, bytes], Vm]:
     """A daemon that was killed when two of five chunks were stored and the others were in flight."""
-    vm = new_vm("vm", strict_bucket.table(), settings=FLUSH)
+    vm = new_vm("vm", bucket.store, settings=FLUSH)
     daemon = vm.start_daemon()
     daemon.lines.wait(event="health", source="store", health="ok")
     for digest in DIGESTS[2:]:
-        strict_bucket.order("answer", status=503, method="PUT", match=digest, times=1_000_000)
+        bucket.order("answer", status=503, method="PUT", match=digest, times=1_000_000)
     content = seal_files(vm.run_directory, 7, {"model.bin": FROZEN, "adapter.bin": b"small"})
     until(
         lambda: all(digest.encode() in _known(vm) for digest in DIGESTS[:2]),
@@ -159,7 +157,7 @@ def _cut_off(strict_bucket: Strict, new_vm: Any) -> tuple[dict[str, bytes], Vm]:
     return content, vm
 
 
-def _is_over(vm: Vm, bucket: Strict, step: int) -> bool:
+def _is_over(vm: Vm, bucket: Bucket, step: int) -> bool:
     """The daemon has ended, has made the commit, or reports the commit of an earlier process."""
     daemon = vm.daemon
     assert daemon is not None

@@ -10,15 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swansong_bucket.config.sections import StoreAccess
-from swansong_bucket.format.keys import RunKeys
-from swansong_bucket.stores.s3.store import S3Store
-from swansong_bucket.transfer.restore import restore
-from swansong_bucket.transfer.target import RestoreTarget
 
 from testkit.clouds import Aws, Bucket
 from testkit.committed import tree
-from testkit.rig import CREDENTIALS, Process
+from testkit.rig import Process
 from testkit.staged import write_set
 from testkit.store_tap import StoreTap, When
 from testkit.waiting import until
@@ -100,17 +95,14 @@ def test_killed_between_request_and_seal_it_repeats_the_request_and_the_trainer_
 @pytest.mark.fault("H01", "G01", "G02", "G05")
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_killed_at_any_request_restore_returns_the_old_or_the_new_checkpoint(
-    bucket: Bucket, new_vm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: When
+    bucket: Bucket, new_vm: Any, tmp_path: Path, when: When
 ) -> None:
     """The first process of the daemon dies at its first request, the second at its second, until one commits.
 
     ``before``: the request never arrives.  ``after``: the request took effect, and its reply is lost.
     """
-    for name, value in CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
     with StoreTap(bucket.endpoint) as tap:
         vm = new_vm("vm", {**bucket.store, "endpoint": tap.url})
-        store = S3Store(StoreAccess(**bucket.store))
         daemon = vm.start_daemon()
         old = write_set(vm.run_directory, step=7, nonce="old", ranks=1)
         daemon.lines.wait(event="committed", step=7)
@@ -136,9 +128,7 @@ def test_killed_at_any_request_restore_returns_the_old_or_the_new_checkpoint(
                     partial(_is_dead_or_committed, daemon),
                     what="the end of the daemon, or its commit",
                 )
-            place = tmp_path / f"restored-{request}"
-            restore(store, RunKeys("run"), RestoreTarget(place))
-            restored = tree(place)
+            restored = bucket.restored(tmp_path / f"restored-{request}")
             assert restored in sealed.values()
             if daemon.popen.poll() is None:
                 break

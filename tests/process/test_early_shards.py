@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from testkit import TRAINERS
-from testkit.clouds import Aws
+from testkit.clouds import Aws, Bucket, digests_of
 from testkit.rig import Process, Vm
-from testkit.strict_bucket import Strict, digests_of
 from testkit.trainers.slow_save import OPTIMIZER_BYTES, SMALL_BYTES, WEIGHTS_BYTES, content
 from testkit.waiting import until
 
@@ -37,13 +36,13 @@ class Slow:
 
 
 @pytest.fixture
-def slow(aws: Aws, strict_bucket: Strict, new_vm: Any, tmp_path: Path) -> Slow:
-    vm = new_vm("vm", strict_bucket.table(), metadata=aws.metadata, settings=SETTINGS)
+def slow(aws: Aws, bucket: Bucket, new_vm: Any, tmp_path: Path) -> Slow:
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata, settings=SETTINGS)
     daemon = vm.start_daemon()
     gate = tmp_path / "gate"
     trainer = vm.start_trainer("--gate", str(gate), script=str(SCRIPT))
     daemon.lines.wait(event="committed", step=1)
-    strict_bucket.order("clear")
+    bucket.order("clear")
     return Slow(vm, daemon, trainer, gate)
 
 
@@ -55,29 +54,29 @@ def early(step: int) -> set[str]:
 
 
 def test_finished_files_are_sent_before_the_set_is_sealed(
-    slow: Slow, aws: Aws, strict_bucket: Strict, tmp_path: Path
+    slow: Slow, aws: Aws, bucket: Bucket, tmp_path: Path
 ) -> None:
     """All bytes of the finished files are in the store while another file still grows.  After the seal the
     whole set is committed, and no byte was sent twice."""
     step = slow.begin(aws)
-    until(lambda: _stored(strict_bucket) >= early(step), what="the finished shards to be stored")
+    until(lambda: _stored(bucket) >= early(step), what="the finished shards to be stored")
     (partial,) = slow.vm.run_directory.glob("*.partial")
     assert list(partial.glob("*.writing/optimizer.bin")), "the file was complete too early"
-    assert strict_bucket.chunks_sent().keys() == early(step), (
+    assert bucket.chunks_sent().keys() == early(step), (
         "smaller files wait for more, or for the seal"
     )
-    assert [manifest["step"] for manifest in strict_bucket.manifests()] == [1]
+    assert [manifest["step"] for manifest in bucket.manifests()] == [1]
 
     slow.gate.touch()
 
     verdict = slow.daemon.lines.wait(event="verdict")
     assert (verdict["verdict"], verdict["step"]) == ("SAFE", step)
-    sent = strict_bucket.chunks_sent()
+    sent = bucket.chunks_sent()
     assert {sent[digest] for digest in early(step)} == {1}
-    newest = strict_bucket.manifests()[0]
+    newest = bucket.manifests()[0]
     assert newest["step"] == step
     assert early(step) < {name[9:73] for name, _ in newest["chunks"]}
-    restored = strict_bucket.restored(tmp_path / "restored")
+    restored = bucket.restored(tmp_path / "restored")
     for name, size_bytes in (
         ("weights.bin", WEIGHTS_BYTES),
         ("small.bin", SMALL_BYTES),
@@ -86,28 +85,28 @@ def test_finished_files_are_sent_before_the_set_is_sealed(
         assert restored[f"rank-00000/{name}"] == content(step, name, size_bytes), name
 
 
-def _stored(strict_bucket: Strict) -> set[str]:
-    keys = strict_bucket.objects("run/data/")
+def _stored(bucket: Bucket) -> set[str]:
+    keys = bucket.keys("run/data/")
     return {key.rpartition("/")[2].partition("-")[0] for key in keys}
 
 
 @pytest.mark.fault("T02", "T03", "G01")
 def test_a_set_that_is_never_sealed_is_not_committed(
-    slow: Slow, aws: Aws, strict_bucket: Strict, new_vm: Any
+    slow: Slow, aws: Aws, bucket: Bucket, new_vm: Any
 ) -> None:
     """The trainer dies during the save.  The older commit remains, and the next VM resumes from it."""
     step = slow.begin(aws)
-    until(lambda: _stored(strict_bucket) >= early(step), what="the finished shards to be stored")
+    until(lambda: _stored(bucket) >= early(step), what="the finished shards to be stored")
     slow.trainer.kill()
 
     verdict = slow.daemon.lines.wait(event="verdict")
     assert (verdict["verdict"], verdict["step"]) == ("PARTIAL", 1)
     assert verdict["slack_s"] > 20, "the daemon waited for a trainer that had ended"
-    assert [manifest["step"] for manifest in strict_bucket.manifests()] == [1]
+    assert [manifest["step"] for manifest in bucket.manifests()] == [1]
     slow.vm.power_off()
     aws.withdraw()
 
-    second = new_vm("second", strict_bucket.table(), metadata=aws.metadata, settings=SETTINGS)
+    second = new_vm("second", bucket.store, metadata=aws.metadata, settings=SETTINGS)
     second.start_daemon()
     trainer = second.start_trainer("--gate", str(slow.gate), script=str(SCRIPT))
     assert trainer.lines.wait(event="resumed")["from_step"] == 1

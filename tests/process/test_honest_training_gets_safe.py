@@ -20,7 +20,6 @@ from testkit import TRAINERS
 from testkit.clouds import Aws, Bucket
 from testkit.fake_nvml import FakeNvml
 from testkit.rig import Process, Vm
-from testkit.strict_bucket import Strict
 from testkit.waiting import until
 from tests.process.conftest import NewVm
 
@@ -301,14 +300,14 @@ def test_a_shutdown_soon_after_an_upgrade_of_the_daemon_finds_a_finished_run_saf
 @not_under_systemd
 @pytest.mark.fault("H03", "O03")
 def test_after_safe_a_shutdown_waits_for_no_set_that_cannot_fit(
-    aws: Aws, strict_bucket: Strict, new_vm: NewVm
+    aws: Aws, bucket: Bucket, new_vm: NewVm
 ) -> None:
     """SAFE was reported, and the next periodic set needs twice the grace period: the daemon exits at once.
 
     The daemon has measured the rate of the store by then.
     """
-    strict_bucket.order("pace", total_bytes_per_s=1_000_000)
-    vm = new_vm("vm", strict_bucket.table(), metadata=aws.metadata)
+    bucket.order("pace", total_bytes_per_s=1_000_000)
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon()
     small = train(vm)
     until(lambda: len(trained(small)) > 3, what="steps")

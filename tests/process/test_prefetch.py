@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from testkit import committed
-from testkit.rig import Vm, control
-from testkit.strict_bucket import Strict
+from testkit.clouds import Bucket
+from testkit.rig import Vm
 from testkit.waiting import until
 
 FILES = {f"rank-00000/{name}.bin": random.Random(name).randbytes(200_000) for name in "abcd"}
@@ -22,18 +22,18 @@ CHUNKS = 16
 
 
 @pytest.fixture
-def vm(strict_bucket: Strict, new_vm: Any) -> Vm:
+def vm(bucket: Bucket, new_vm: Any) -> Vm:
     """A VM that has just booted, and a run with one commit of 800 kB."""
-    committed.commit(strict_bucket.store, FILES, run="run", step=100, chunk_bytes=CHUNK_BYTES)
-    strict_bucket.order("clear")
-    made: Vm = new_vm("vm", strict_bucket.table())
+    committed.commit(bucket.client, FILES, run="run", step=100, chunk_bytes=CHUNK_BYTES)
+    bucket.order("clear")
+    made: Vm = new_vm("vm", bucket.store)
     return made
 
 
-def data_requests(bucket: Strict) -> int:
+def data_requests(bucket: Bucket) -> int:
     """Number of GET requests for data objects since the last ``clear``."""
     below = f"/{bucket.prefix}/run/data/"
-    requests = control(bucket.url, "requests")
+    requests = bucket.order("requests")
     return sum(method == "GET" and below in target for method, target in requests)
 
 
@@ -62,30 +62,30 @@ class Rank:
 
 
 @pytest.mark.fault("G25")
-def test_the_bytes_arrive_before_a_trainer_asks(vm: Vm, strict_bucket: Strict) -> None:
+def test_the_bytes_arrive_before_a_trainer_asks(vm: Vm, bucket: Bucket) -> None:
     """The store fails while the daemon starts.  It returns, and the daemon fetches at once; the answer to
     the trainer costs no further request for data."""
-    strict_bucket.order("answer", status=503, method="GET", match="list-type", times=1_000_000)
+    bucket.order("answer", status=503, method="GET", match="list-type", times=1_000_000)
     daemon = vm.start_daemon()
     daemon.lines.wait(event="prefetch", state="waiting")
-    strict_bucket.order("clear")
+    bucket.order("clear")
     found = daemon.lines.wait(event="prefetched")
     assert (found["step"], found["size_bytes"]) == (100, 800_000)
-    assert data_requests(strict_bucket) == CHUNKS
+    assert data_requests(bucket) == CHUNKS
     assert vm.status()["prefetch"]["state"] == "ready"
     answer = Rank(vm).answer()
     assert (answer["step"], answer["error"]) == (100, "")
     assert committed.tree(Path(answer["path"])) == FILES
-    assert data_requests(strict_bucket) == CHUNKS
+    assert data_requests(bucket) == CHUNKS
 
 
-def test_a_trainer_joins_a_slow_prefetch(vm: Vm, strict_bucket: Strict) -> None:
+def test_a_trainer_joins_a_slow_prefetch(vm: Vm, bucket: Bucket) -> None:
     """The trainer gets the progress of the download in progress, and each chunk is fetched once."""
-    strict_bucket.order("pace", total_bytes_per_s=300_000)
+    bucket.order("pace", total_bytes_per_s=300_000)
     vm.start_daemon()
-    until(lambda: data_requests(strict_bucket) >= 2, what="the first chunks")
+    until(lambda: data_requests(bucket) >= 2, what="the first chunks")
     rank = Rank(vm)
     answer = rank.answer()
     assert committed.tree(Path(answer["path"])) == FILES
     assert rank.progress, "the trainer saw the download"
-    assert data_requests(strict_bucket) == CHUNKS
+    assert data_requests(bucket) == CHUNKS

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from testkit.clouds import Aws
+from testkit.clouds import Aws, Bucket
 from testkit.staged import seal_files
-from testkit.strict_bucket import Strict
 from testkit.waiting import until
 
 MB = 1_000_000
@@ -28,7 +27,7 @@ def shared(tmp_path: Path) -> Path:
 
 
 def test_the_bytes_of_a_verdict_go_before_those_of_another_job(
-    strict_bucket: Strict, new_vm: Any, aws: Aws, witness: str, shared: Path
+    bucket: Bucket, new_vm: Any, aws: Aws, witness: str, shared: Path
 ) -> None:
     """A periodic checkpoint does not start while an evacuation sends 60 MB at 8 MB/s, and does not fail.
 
@@ -36,16 +35,16 @@ def test_the_bytes_of_a_verdict_go_before_those_of_another_job(
     """
 
     def chunks(run: str) -> int:
-        return sum(1 for _ in strict_bucket.store.list(f"{run}/data/"))
+        return len(bucket.keys(f"{run}/data/"))
 
     settings = {"flush": {"chunk_bytes": "1MiB"}}
-    table = strict_bucket.table()
+    table = bucket.store
     urgent = new_vm("urgent", table, run="urgent", metadata=aws.metadata, settings=settings)
     routine = new_vm("routine", table, run="routine", settings=settings)
     runtime = {"RUNTIME_DIRECTORY": f"{shared}:{shared}/job"}
     first, second = urgent.start_daemon(**runtime), routine.start_daemon(**runtime)
     urgent.start_trainer("--size-bytes", str(20 * MB), script=witness).lines.wait(step=1)
-    strict_bucket.order("pace", total_bytes_per_s=8 * MB)
+    bucket.order("pace", total_bytes_per_s=8 * MB)
     aws.notice(in_s=60)
     second.lines.wait(event="uploads_yield")
     seal_files(routine.run_directory, 10, {"weights": os.urandom(4 * MB)})
@@ -62,10 +61,10 @@ def test_the_bytes_of_a_verdict_go_before_those_of_another_job(
 
 
 def test_a_held_lock_delays_no_evacuation(
-    strict_bucket: Strict, new_vm: Any, aws: Aws, witness: str, shared: Path
+    bucket: Bucket, new_vm: Any, aws: Aws, witness: str, shared: Path
 ) -> None:
     """Another process never releases the lock of the link: the checkpoint of a notice is sent."""
-    vm = new_vm("vm", strict_bucket.table(), metadata=aws.metadata)
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon(RUNTIME_DIRECTORY=str(shared))
     vm.start_trainer("--size-bytes", str(MB), script=witness).lines.wait(step=1)
     with (shared / "link.lock").open() as hung:
@@ -77,11 +76,9 @@ def test_a_held_lock_delays_no_evacuation(
     assert verdict["slack_s"] > 15
 
 
-def test_a_second_daemon_of_one_run_is_refused(
-    strict_bucket: Strict, new_vm: Any, shared: Path
-) -> None:
+def test_a_second_daemon_of_one_run_is_refused(bucket: Bucket, new_vm: Any, shared: Path) -> None:
     """Also with another staging directory, where it would take the run over.  The first one continues."""
-    one, other = (new_vm(name, strict_bucket.table()) for name in ("one", "other"))
+    one, other = (new_vm(name, bucket.store) for name in ("one", "other"))
     one.start_daemon(RUNTIME_DIRECTORY=str(shared))
     refused = other.start_daemon(ready=False, RUNTIME_DIRECTORY=str(shared))
     assert refused.wait() == CONFIG_ERROR
