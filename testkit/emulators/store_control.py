@@ -27,9 +27,11 @@ Commands below ``/_control/``, by POST with a query, except for the last one::
 
 and, with :mod:`testkit.emulators.store_server`::
 
-    break?kind=reset&at=mid_body&method=PUT&match=/data/&times=1
+    break?kind=reset&at=mid_body&method=PUT&match=/data/&times=1&skip=0
                                 ``reset`` closes with a TCP reset, ``stall`` lasts until the next
-                                ``clear``; ``at`` is one of POINTS
+                                ``clear``; ``at`` is one of POINTS; the first ``skip`` of these requests
+                                pass
+    hits                        number of requests that broke since the last ``clear``
     flip?match=/data/&times=1
                                 flip one bit of the body before the store reads it
     pace?connection_bytes_per_s=1000000&total_bytes_per_s=4000000&latency_s=0.03
@@ -164,6 +166,8 @@ class _Fault:
     method: str
     match: str
     times: int
+    skip: int = 0
+    """Number of requests that pass before the first one that fails."""
     response: StoreResponse = StoreResponse(503)
     carry_out: bool = False
     at: str = ""
@@ -202,6 +206,7 @@ class StoreControl:
         self._outage_retry_after_s = ""
         self._faults: list[_Fault] = []
         self._record: list[tuple[str, str]] = []
+        self._hits = 0
         self.connection_bytes_per_s = 0.0
         self.total_bytes_per_s = 0.0
         self.latency_s = 0.0
@@ -239,6 +244,11 @@ class StoreControl:
             fault = self._take(method, target, "reset", "stall")
         return (fault.kind, fault.at) if fault else None
 
+    def count_hit(self) -> None:
+        """A request has reached the point at which it breaks."""
+        with self._lock:
+            self._hits += 1
+
     def next_flip(self, method: str, target: str) -> bool:
         """Whether to flip a bit of this request's body."""
         with self._lock:
@@ -251,6 +261,9 @@ class StoreControl:
                 and fault.method in ("", method)
                 and fault.match in unquote(target)
             ):
+                if fault.skip:
+                    self._faults[index] = replace(fault, skip=fault.skip - 1)
+                    return None
                 del self._faults[index]
                 if fault.times > 1:
                     self._faults.insert(index, replace(fault, times=fault.times - 1))
@@ -267,6 +280,8 @@ class StoreControl:
         with self._lock:
             if name == "requests":
                 return StoreResponse(200, json.dumps(self._record).encode())
+            if name == "hits":
+                return StoreResponse(200, json.dumps(self._hits).encode())
             if name == "clear":
                 self._clear()
                 self._store_order(name, call)
@@ -318,6 +333,7 @@ class StoreControl:
             method=call.parameter("method", "") or "",
             match=call.parameter("match", "") or "",
             times=int(call.parameter("times", "1") or 0),
+            skip=int(call.parameter("skip", "0") or 0),
             response=response,
             carry_out=call.parameter("carry_out") == "1",
             at=call.parameter("at", "") or "",

@@ -185,6 +185,7 @@ class _Handler(socketserver.BaseRequestHandler):
             self._strike(kind)
 
     def _strike(self, kind: str) -> None:
+        self._control.count_hit()
         if kind == "stall":
             self._control.over.wait()
         # The file object holds a reference to the socket; the reset is sent when both are closed.

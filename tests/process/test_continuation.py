@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,9 @@ from typing import Any
 import pytest
 
 from testkit.clouds import Bucket, digests_of
+from testkit.killed_daemons import killed_at_each_request
 from testkit.rig import Vm
 from testkit.staged import another_boot, seal_files
-from testkit.store_tap import WRITES, StoreTap, When
 from testkit.waiting import until
 
 MIB = 2**20
@@ -25,40 +23,37 @@ DIGESTS = digests_of(FROZEN, CHUNK)
 
 
 @pytest.mark.fault("H01", "G01", "O19", "O70")
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    # The first reads of a process are those of the claim: later ones are part of the flush.  A lost reply
+    # to a read changes as little as a request that never arrived.
+    "kills",
+    [{"at": "before_headers", "first": 7}, {"at": "before_answer", "method": "PUT"}],
+    ids=lambda kills: kills["at"],
+)
 def test_killed_at_any_request_the_flush_continues(
-    bucket: Bucket, new_vm: Any, tmp_path: Path, when: When
+    bucket: Bucket, new_vm: Any, tmp_path: Path, kills: dict[str, Any]
 ) -> None:
     """Each process of the daemon is killed one request later; none sends what an earlier one has stored.
 
-    ``before``: the request never arrives.  ``after``: a write took effect, and its reply is lost.
+    ``before_headers``: the request never arrives.  ``before_answer``: a write took effect, and its reply is
+    lost.
     """
-    first = 7 if when == "before" else 1
-    with StoreTap(bucket.endpoint) as tap:
-        vm = new_vm("vm", {**bucket.store, "endpoint": tap.url}, settings=FLUSH)
-        vm.start_daemon().lines.wait(event="health", source="store", health="ok")
-        assert vm.daemon is not None
-        vm.daemon.kill()
-        content = seal_files(vm.run_directory, 7, {"model.bin": FROZEN, "adapter.bin": b"small"})
-        seen: dict[str, str] = {}
-        # The first reads of a process are those of the claim: later ones are part of the flush.
-        for request in itertools.count(first):
-            daemon = vm.start_daemon(ready=False)
-            # A lost reply to a read changes as little as a request that never arrived.
-            methods = WRITES if when == "after" else ("GET", "HEAD", *WRITES)
-            tap.arm(request, when, daemon.kill, methods=methods)
-            until(lambda: _is_over(vm, bucket, 7), what="the end of the daemon, or its commit")
-            stored = bucket.objects("run/data/")
-            assert not [key for key in seen if stored.get(key) != seen[key]], "written twice"
-            seen = stored
-            if daemon.popen.poll() is None:
-                break
-    starts = request - first + 1
+    vm = new_vm("vm", bucket.store, settings=FLUSH)
+    vm.start_daemon().lines.wait(event="health", source="store", health="ok")
+    vm.daemon.kill()
+    content = seal_files(vm.run_directory, 7, {"model.bin": FROZEN, "adapter.bin": b"small"})
+    seen: dict[str, bytes] = {}
+    starts = chunks_sent = 0
+    bucket.order("clear")
+    for _, sent in killed_at_each_request(vm, bucket, 7, **kills):
+        stored = bucket.objects("run/data/")
+        assert not [key for key in seen if stored.get(key) != seen[key]], "written twice"
+        seen = stored
+        starts += 1
+        chunks_sent += sent.total()
     assert starts >= 4
     assert bucket.restored(tmp_path / "restored") == content
-    assert sum(bucket.chunks_sent().values()) <= 6 + 2 * starts, (
-        "two connections, so at most two chunks for each start"
-    )
+    assert chunks_sent <= 6 + 2 * starts, "two connections, so at most two chunks for each start"
 
 
 @pytest.mark.fault("H01", "D06")
@@ -155,18 +150,3 @@ def _cut_off(bucket: Bucket, new_vm: Any) -> tuple[dict[str, bytes], Vm]:
     )
     daemon.kill()
     return content, vm
-
-
-def _is_over(vm: Vm, bucket: Bucket, step: int) -> bool:
-    """The daemon has ended, has made the commit, or reports the commit of an earlier process."""
-    daemon = vm.daemon
-    assert daemon is not None
-    if daemon.popen.poll() is not None or daemon.lines.all(event="committed", step=step):
-        return True
-    if not bucket.manifests() or not daemon.lines.all(event="health", source="store", health="ok"):
-        return False
-    answer = vm.swansong("status", "--json")  # the daemon may be killed during this call
-    if answer.returncode:
-        return False
-    commit = json.loads(answer.stdout)["last_commit"]
-    return commit is not None and commit["step"] == step

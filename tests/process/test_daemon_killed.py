@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import itertools
 import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,8 @@ import pytest
 
 from testkit.clouds import Aws, Bucket
 from testkit.committed import tree
-from testkit.rig import Process
+from testkit.killed_daemons import killed_at_each_request
 from testkit.staged import write_set
-from testkit.store_tap import StoreTap, When
 from testkit.waiting import until
 
 
@@ -93,45 +90,26 @@ def test_killed_between_request_and_seal_it_repeats_the_request_and_the_trainer_
 
 
 @pytest.mark.fault("H01", "G01", "G02", "G05")
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("at", ["before_headers", "before_answer"])
 def test_killed_at_any_request_restore_returns_the_old_or_the_new_checkpoint(
-    bucket: Bucket, new_vm: Any, tmp_path: Path, when: When
+    bucket: Bucket, new_vm: Any, tmp_path: Path, at: str
 ) -> None:
     """The first process of the daemon dies at its first request, the second at its second, until one commits.
 
-    ``before``: the request never arrives.  ``after``: the request took effect, and its reply is lost.
+    ``before_headers``: the request never arrives.  ``before_answer``: it took effect, and its reply is lost.
     """
-    with StoreTap(bucket.endpoint) as tap:
-        vm = new_vm("vm", {**bucket.store, "endpoint": tap.url})
-        daemon = vm.start_daemon()
-        old = write_set(vm.run_directory, step=7, nonce="old", ranks=1)
-        daemon.lines.wait(event="committed", step=7)
-        daemon.kill()
-        new = write_set(vm.run_directory, step=8, nonce="new", ranks=1, health={"loss": 1.0})
-        sealed = {7: tree(old), 8: tree(new)}
+    vm = new_vm("vm", bucket.store)
+    daemon = vm.start_daemon()
+    old = write_set(vm.run_directory, step=7, nonce="old", ranks=1)
+    daemon.lines.wait(event="committed", step=7)
+    daemon.kill()
+    new = write_set(vm.run_directory, step=8, nonce="new", ranks=1, health={"loss": 1.0})
+    sealed = {7: tree(old), 8: tree(new)}
 
-        (vm.run_directory / ".swansongd" / "claim.json").unlink()  # the first request is the claim
-        for request in itertools.count(1):
-            is_committed = (
-                bucket.manifests()[0]["step"] == 8
-            )  # and its daemon died before the reply
-            daemon = vm.start_daemon(ready=False)
-            if is_committed:
-                daemon.lines.wait(event="health", source="store", health="ok")
-                until(
-                    lambda: (vm.status()["last_commit"] or {}).get("step") == 8,
-                    what="the commit in status",
-                )
-            else:
-                tap.arm(request, when, daemon.kill)
-                until(
-                    partial(_is_dead_or_committed, daemon),
-                    what="the end of the daemon, or its commit",
-                )
-            restored = bucket.restored(tmp_path / f"restored-{request}")
-            assert restored in sealed.values()
-            if daemon.popen.poll() is None:
-                break
+    (vm.run_directory / ".swansongd" / "claim.json").unlink()  # the first request is the claim
+    for request, _ in killed_at_each_request(vm, bucket, 8, at=at):
+        restored = bucket.restored(tmp_path / f"restored-{request}")
+        assert restored in sealed.values()
 
     assert request > 5, "too few requests to be killed at"
     assert restored == sealed[8]
@@ -140,7 +118,3 @@ def test_killed_at_any_request_restore_returns_the_old_or_the_new_checkpoint(
     assert len(steps) == 2
     claims = bucket.objects("run/generations/")
     assert sorted(claims) == [f"run/generations/{g:08d}.json" for g in range(1, len(claims) + 1)]
-
-
-def _is_dead_or_committed(daemon: Process) -> bool:
-    return daemon.popen.poll() is not None or bool(daemon.lines.all(event="committed", step=8))
