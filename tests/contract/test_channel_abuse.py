@@ -25,6 +25,7 @@ from swansongd.trainers import connection, peers
 from testkit import descriptors
 from testkit.channel_peer import Client, HeldChannel, PeerProcess, RunningChannel
 from testkit.other_users import needs_root
+from testkit.strategies import json_values
 from testkit.waiting import until
 
 NOBODY = 65534
@@ -110,11 +111,6 @@ def test_the_largest_message_passes(running: RunningChannel) -> None:
         until(lambda: any(event.step == 8 for event in running.of(TrainerProgress)))
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
-    max_leaves=8,
-)
 looks_right = st.builds(
     lambda kind, rest: json.dumps({**rest, "type": kind.TYPE}).encode(),
     st.sampled_from([*protocol.FROM_TRAINER, *protocol.FROM_DAEMON]),

@@ -4,78 +4,81 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from swansong import bounds
 from swansong_bucket.errors import CorruptError
-from swansong_bucket.format import claim, manifest
+from swansong_bucket.format import claim, manifest, resumption
 from swansong_bucket.format.claim import ClaimObject
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.model import Verdict
 from swansong_bucket.runs import catalog
 
 from testkit import committed, records
+from testkit.lost_vms import RESUMPTION
 from testkit.memory_store import MemoryStore
 from testkit.records import changed, record_of
+from testkit.strategies import json_values
 
 KEYS = RunKeys("r")
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
-    ),
-    max_leaves=10,
-)
-
-
-def honest_manifest() -> dict[str, Any]:
-    made = committed.commit(MemoryStore(), {"a": b"1" * 3000, "b/c": b""}, step=5)
-    body: dict[str, Any] = json.loads(manifest.encode(made))
-    return body
-
-
-HONEST = honest_manifest()
+MANIFEST = committed.commit(MemoryStore(), {"a": b"1" * 3000, "b/c": b""}, step=5)
+CLAIM = ClaimObject(run="r", generation=7, start="5d41~1", identity={"boot_id": "b", "host": "h"})
 
 
 @st.composite
-def altered(draw: st.DrawFn) -> bytes:
-    """A manifest with a matching digest, in which some fields have any value."""
-    body = json.loads(json.dumps(HONEST))
-    for name in draw(st.lists(st.sampled_from(sorted(body)), max_size=3)):
-        body[name] = draw(json_values)
-    shards = body.get("shards")
-    if isinstance(shards, list) and shards and isinstance(shards[0], dict):
-        for name in draw(st.lists(st.sampled_from(sorted(HONEST["shards"][0])), max_size=2)):
-            shards[0][name] = draw(json_values | st.sampled_from(["../x", "/etc/x", -1, 2**70]))
+def altered(draw: st.DrawFn, honest: bytes) -> bytes:
+    """A record with a matching digest, in which some fields are missing or have any value."""
+    body: dict[str, Any] = json.loads(honest)
+    inner = [value[0] if isinstance(value, list) else value for value in body.values() if value]
+    part = draw(st.sampled_from([body, *(each for each in inner if isinstance(each, dict))]))
+    names = st.sampled_from([*sorted(part), "other"])
+    values = json_values | st.sampled_from([..., "../x", "/etc/x", -1, 0, 2**70])
+    for name, value in draw(st.dictionaries(names, values, min_size=1, max_size=2)).items():
+        part[name] = value
+        if value is ...:
+            del part[name]
     return record_of(body)
 
 
-@pytest.mark.fault("G08", "G16", "S6")
-@given(data=st.binary(max_size=200) | altered())
-def test_a_manifest_is_understood_or_refused(data: bytes) -> None:
-    """Any bytes lead to a manifest that the writer's own code encodes again, or to a CorruptError."""
-    try:
-        found = manifest.decode(data)
-    except CorruptError:
-        return
-    assert manifest.decode(manifest.encode(found)) == found
+def is_claim_within_bounds(found: ClaimObject) -> bool:
+    texts = all(type(value) is str for value in found.identity.values())
+    return 1 <= found.generation <= bounds.GENERATION_MAX and found.start != "" and texts
 
 
-@pytest.mark.fault("S25")
-@given(
-    data=st.binary(max_size=200)
-    | st.dictionaries(
-        st.sampled_from(["run", "generation", "start", "identity", "x"]), json_values
-    ).map(lambda body: record_of({"format": claim.FORMAT, "version": 1, **body}))
+@pytest.mark.fault("G08", "G16", "S6", "S13", "S25")
+@pytest.mark.parametrize(
+    ("form", "honest", "is_within_bounds"),
+    [
+        (manifest, MANIFEST, lambda _found: True),
+        (claim, CLAIM, is_claim_within_bounds),
+        (resumption, RESUMPTION, lambda _found: True),
+    ],
+    ids=["manifest", "claim", "resumption"],
 )
-def test_a_claim_is_understood_or_refused(data: bytes) -> None:
+@given(noise=st.binary(max_size=300), data=st.data())
+def test_a_record_is_understood_or_refused(
+    form: Any,
+    honest: Any,
+    is_within_bounds: Callable[[Any], bool],
+    noise: bytes,
+    data: st.DataObject,
+) -> None:
+    """Any fields lead to a record that the writer's own code encodes again, or to a CorruptError.
+
+    Noise always leads to one.
+    """
+    with pytest.raises(CorruptError):
+        form.decode(noise)
     try:
-        found = claim.decode(data)
+        found = form.decode(data.draw(altered(form.encode(honest))))
     except CorruptError:
         return
-    assert claim.decode(claim.encode(found)) == found
+    assert is_within_bounds(found)
+    assert form.decode(form.encode(found)) == found
 
 
 instants = st.sampled_from(

@@ -25,18 +25,12 @@ from swansongd.staging.seal import Scanner
 from testkit.committed import named_shard
 from testkit.forked import peak_bytes
 from testkit.staged import ME
+from testkit.strategies import json_values
 
 SHARDS = [named_shard(f"rank-00000/{number}", 3000) for number in range(3)]
 CHUNKS = [extent.chunk for shard in SHARDS for extent in shard.extents]
 IDENTITY = restore_journal.identity_of("r", CommitRef(1, 2), SHARDS)
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
-    ),
-    max_leaves=12,
-)
 honest = RankManifest(run="r1", step=5, kind="periodic", files=[FileEntry("rank-00000/a", 1)])
 
 

@@ -16,6 +16,8 @@ from swansong.fields import ProtocolError
 from swansong.layout import FileEntry, RankManifest
 from swansong.protocol import decode, encode
 
+from testkit.strategies import json_values
+
 TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
 ID = st.from_regex(r"\A[A-Za-z0-9_.:/~@+-]{0,128}\Z")
 BY_TYPE: dict[str, st.SearchStrategy[Any]] = {
@@ -94,20 +96,13 @@ def test_random_bytes_are_refused_and_nothing_else(data: bytes) -> None:
         pass
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
-    max_leaves=8,
-)
-
-
 @pytest.mark.fault("S13")
 @given(st.sampled_from(KINDS), st.data())
 def test_wrong_fields_are_refused_and_nothing_else(
     kind: type[protocol.Message], data: st.DataObject
 ) -> None:
     """A message of known type with any JSON in its fields is decoded or refused."""
-    body = {item.name: data.draw(JSON) for item in dataclasses.fields(kind)}
+    body = {item.name: data.draw(json_values) for item in dataclasses.fields(kind)}
     try:
         decode(json.dumps({"type": kind.TYPE, **body}).encode())
     except ProtocolError:

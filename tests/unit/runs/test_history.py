@@ -24,6 +24,7 @@ from swansongd.core.events import Conclude
 from testkit import committed
 from testkit.memory_store import MemoryStore
 from testkit.records import record_of
+from testkit.strategies import json_values
 
 KEYS = RunKeys("r")
 OPENED_S = 1893456000.0
@@ -137,15 +138,6 @@ def test_only_the_newest_evacuations_are_read(store: MemoryStore) -> None:
     assert [each.generation for each in found.evacuations] == [98, 99, 100]
     assert found.farewells_left_out == 100 - 16
     assert sum(what == "get" for what, _ in store.requests) == 16
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4)
-    ),
-    max_leaves=12,
-)
 
 
 @pytest.mark.fault("O41")

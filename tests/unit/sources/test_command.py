@@ -16,15 +16,11 @@ from swansongd.core.events import Event, NoticeRaised, NoticeWithdrawn
 from swansongd.sources.base import Clocks
 from swansongd.sources.command import FIELDS, CommandSource, parse
 
+from testkit.strategies import json_values
 from testkit.waiting import until
 
 NOW_S = 1_767_225_600.0
 """2026-01-01T00:00:00Z."""
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=2),
-    max_leaves=4,
-)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +56,7 @@ def test_a_deadline_is_a_time_or_seconds() -> None:
     assert parse(b'{"id": "a"}', now_wall_s=NOW_S).left_s is None
 
 
-@given(st.dictionaries(st.sampled_from(FIELDS), VALUES))
+@given(st.dictionaries(st.sampled_from(FIELDS), json_values))
 def test_any_line_is_read_or_refused(body: dict[str, object]) -> None:
     """No value of any field raises another error, and a time that was read is bounded."""
     try:

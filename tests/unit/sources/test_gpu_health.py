@@ -23,6 +23,8 @@ from swansongd.sources.gpu_health import (
 )
 from swansongd.sources.xids import Fault, XidClass, xid_fault
 
+from testkit.strategies import json_values
+
 PCI = "0000:00:00"
 OK, DEGRADED, DYING, LOST = GpuHealth
 POWER_CAP, IDLE, THERMAL = 0x04, 0x01, 0x40
@@ -237,13 +239,6 @@ def test_no_line_raises_anything_else(raw: bytes) -> None:
         parse_gpus(parse_line(raw).get("gpus"))
     except BoundsError:
         pass
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=10),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
-    max_leaves=10,
-)
 
 
 @given(value=st.lists(st.fixed_dictionaries(dict.fromkeys(row(), json_values)), max_size=3))
