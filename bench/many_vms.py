@@ -18,6 +18,7 @@ from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
+from swansong import protocol
 from swansong_bucket.util.threads import parallel
 
 from testkit.clouds import Bucket
@@ -70,7 +71,7 @@ class Job:
                 self._forward(rank, request_id, step)
             rank.seal(step, request_id, size_bytes=SIZE_BYTES)
             sealed = time.monotonic()
-            while rank.receive("committed")["step"] != step:
+            while rank.receive_a(protocol.Committed).step != step:
                 pass
             return time.monotonic() - sealed
 
@@ -80,14 +81,13 @@ class Job:
     def notify(self) -> str:
         """Give the first VM a notice; returns the id of its request."""
         assert not self.vms[0].swansong("notify", "--in", f"{NOTICE_S:g}s").returncode
-        return str(self.ranks[0].receive("request")["id"])
+        return self.ranks[0].receive_a(protocol.Request).id
 
     def _forward(self, rank: ScriptedRank, request_id: str, step: int) -> None:
         if rank is not self.ranks[0]:
-            call = {"request_id": request_id, "reason": "notice", "seconds_left": NOTICE_S}
-            rank.send(type="peer_request", **call)
-            rank.receive("request")
-        rank.send(type="agreed", request_id=request_id, step=step)
+            rank.send(protocol.PeerRequest(request_id, "notice", NOTICE_S))
+            rank.receive_a(protocol.Request)
+        rank.send(protocol.Agreed(request_id, step))
 
     def _clear(self) -> None:
         self._bucket.order("clear")

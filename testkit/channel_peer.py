@@ -12,7 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from structlog.testing import CapturingLogger
 from swansong import protocol
@@ -22,6 +22,8 @@ from swansongd.trainers.admission import Reply
 from swansongd.trainers.channel import TrainerChannel
 
 from testkit.waiting import until
+
+M = TypeVar("M", bound=Message)
 
 
 class RunningChannel:
@@ -114,7 +116,7 @@ class Client:
 
     def __init__(self, path: Path) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.socket.settimeout(20)
+        self.socket.settimeout(60)
         try:
             self.socket.connect(str(path))
         except OSError:
@@ -128,6 +130,12 @@ class Client:
         """The next message; None after the daemon has closed the connection."""
         data = self.socket.recv(protocol.MAX_MESSAGE_BYTES)
         return protocol.decode(data) if data else None
+
+    def receive_a(self, kind: type[M]) -> M:
+        """The next message of this kind."""
+        while not isinstance(message := self.receive(), kind):
+            assert message is not None, "the daemon has closed the connection"
+        return message
 
     def refusal(self) -> str:
         """The reason of the refusal, after which the daemon has closed the connection."""

@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-import json
-import socket
-from typing import Any, Self
-
-from swansong import layout
+from swansong import layout, protocol
 from swansong.layout import FileEntry, RankManifest
 
+from testkit.channel_peer import Client
 from testkit.rig import Vm
 from testkit.staged import write_files
 
 
-class ScriptedRank:
+class ScriptedRank(Client):
     """The only rank of a VM, scripted message by message.
 
     Args:
@@ -25,46 +22,21 @@ class ScriptedRank:
     """
 
     def __init__(self, vm: Vm, node: int, nodes: int = 2, start_id: str = "") -> None:
+        super().__init__(vm.socket)
         self.vm, self.node, self.nodes = vm, node, nodes
         self.start_id = start_id
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.socket.settimeout(30)
-        self.socket.connect(str(vm.socket))
+        place = {"rank": node, "world_size": nodes, "node": node, "nodes": nodes}
         self.send(
-            type="hello",
-            run="run",
-            rank=node,
-            world_size=nodes,
-            node=node,
-            nodes=nodes,
-            step=1,
-            start_id=start_id,
-            capabilities=["follow_ups"],
+            protocol.Hello("run", step=1, start_id=start_id, capabilities=["follow_ups"], **place)
         )
-        self.receive("welcome")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.socket.close()
+        self.receive_a(protocol.Welcome)
 
     def begin(self, start_id: str) -> None:
         """Begin a start of the job, as the hooks do once all ranks have met."""
         self.start_id = start_id
-        self.send(type="finish", start_id=start_id)
-        self.receive("finished")
-        self.send(type="begin", start_id=start_id)
-
-    def send(self, **message: Any) -> None:
-        self.socket.send(json.dumps(message).encode())
-
-    def receive(self, kind: str) -> dict[str, Any]:
-        """The next message of this kind."""
-        while True:
-            message: dict[str, Any] = json.loads(self.socket.recv(65536))
-            if message["type"] == kind:
-                return message
+        self.send(protocol.Finish(start_id))
+        self.receive_a(protocol.Finished)
+        self.send(protocol.Begin(start_id))
 
     def seal(self, step: int, request_id: str = "", *, size_bytes: int = 1000) -> None:
         """Seal this VM's part of a checkpoint, as the hooks do."""
@@ -87,11 +59,4 @@ class ScriptedRank:
             layout.rank_manifest_name(self.node): manifest.encode(),
         }
         write_files(sealed.with_name(layout.partial_name(sealed.name)), content).rename(sealed)
-        self.send(
-            type="sealed",
-            step=step,
-            directory=sealed.name,
-            save_s=0.1,
-            size_bytes=size_bytes,
-            request_id=request_id,
-        )
+        self.send(protocol.Sealed(step, sealed.name, 0.1, size_bytes, request_id))

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from swansong_bucket.format import manifest
 
+from testkit.channel_peer import Client
 from testkit.clouds import Bucket
 from testkit.other_users import needs_root
 from testkit.rig import BIN
@@ -166,15 +167,10 @@ def test_an_invalid_message_closes_its_connection(
     trainer = vm.start_trainer("--every-steps", "20", script=witness)
     trainer.lines.wait(step=5)
     for reason, message in INVALID:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
-            peer.settimeout(10)
-            peer.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, 2_000_000)
-            peer.connect(str(vm.socket))
+        with Client(vm.socket) as peer:
+            peer.socket.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, 2_000_000)
             peer.send(message)
-            answer = json.loads(peer.recv(65536))
-            assert answer["type"] == "refused"
-            assert reason in answer["reason"]
-            assert peer.recv(65536) == b""  # the daemon closed the connection
+            assert reason in peer.refusal()
     (line,) = until(lambda: _warnings(daemon), what="a line in the log")
     assert INVALID[0][0] in line["reason"]
     daemon.lines.wait(event="committed", step=20)

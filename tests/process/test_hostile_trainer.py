@@ -6,14 +6,17 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from swansong import protocol
+from swansong.protocol import Message, Refused
 from swansongd.trainers.admission import CONNECTIONS_PER_USER
 
 from testkit import REPOSITORY
+from testkit.channel_peer import Client
 from testkit.clouds import Aws, Bucket
 from testkit.rig import CREDENTIALS, Vm
 from testkit.waiting import until
@@ -21,38 +24,26 @@ from testkit.waiting import until
 FAULTY_DAEMON = str(REPOSITORY / "testkit" / "faulty_daemon.py")
 
 
-class Liar:
-    """A process that sends arbitrary messages, byte for byte; with ``hello``, as a rank."""
+class Liar(Client):
+    """A process that sends arbitrary messages; with ``hello``, as a rank."""
 
     def __init__(self, vm: Vm, *, hello: bool = True) -> None:
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.socket.settimeout(20)
-        self.socket.connect(str(vm.socket))
+        super().__init__(vm.socket)
         if hello:
-            self.send(type="hello", run="run", step=3, start_id="1ia4", capabilities=["periodic"])
-            self.welcome = json.loads(self.socket.recv(65536))
+            self.send(protocol.Hello("run", step=3, start_id="1ia4", capabilities=["periodic"]))
+            self.receive()
 
-    def send(self, **message: Any) -> None:
-        try:
-            self.socket.send(json.dumps(message).encode())
-        except OSError:
-            pass  # refused already
+    def send(self, message: Message | bytes) -> None:
+        with suppress(OSError):  # refused already
+            super().send(message)
 
-    def last_reply(self) -> dict[str, Any]:
+    def last_reply(self) -> Message | None:
         """The last message before the daemon closed the connection."""
-        last: dict[str, Any] = {}
-        try:
-            while data := self.socket.recv(65536):
-                last = json.loads(data)
-        except ConnectionError:
-            pass
+        last = None
+        with suppress(ConnectionError):
+            while message := self.receive():
+                last = message
         return last
-
-    def __enter__(self) -> Liar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.socket.close()
 
 
 @pytest.fixture
@@ -82,10 +73,10 @@ def test_impossible_numbers_close_the_connection_and_nothing_else(aws: Aws, vm: 
     def lie() -> None:
         for message in LIES:
             with Liar(vm, hello=False) as liar:  # the trainer has the only rank
-                liar.send(**message)
+                liar.send(json.dumps(message).encode())
                 answer = liar.last_reply()
-                assert answer["type"] == "refused"
-                assert f"{message['type']}: " in answer["reason"]
+                assert isinstance(answer, Refused)
+                assert f"{message['type']}: " in answer.reason
 
     lie()
     aws.notice(in_s=60)
@@ -131,7 +122,7 @@ def test_a_flood_of_restore_queries_does_not_cost_the_last_checkpoint(
     while sent < 2000:
         with Liar(vm) as liar:
             for _ in range(20):
-                liar.send(type="restore_query", query_id=f"q{sent}", generation=5, step=7)
+                liar.send(protocol.RestoreQuery(f"q{sent}", generation=5, step=7))
                 sent += 1
         assert len(os.listdir(tasks)) <= before + CONNECTIONS_PER_USER + 10
     bucket.order("clear")
@@ -153,11 +144,11 @@ def test_a_rank_of_a_job_on_one_vm_cannot_open_an_evacuation(vm: Vm, witness: st
     vm.trainer.kill()  # the trainer has the only rank
     for number in range(30):
         with Liar(vm) as liar:
-            liar.send(type="peer_request", request_id=f"q{number}", reason="forged", seconds_left=0)
-            assert "over several VMs" in liar.last_reply()["reason"]
+            liar.send(protocol.PeerRequest(f"q{number}", "forged", 0.0))
+            assert "over several VMs" in liar.last_reply().reason
         with Liar(vm) as liar:
-            liar.send(type="finish", start_id=f"i{number}")
-            assert "over several VMs" in liar.last_reply()["reason"]
+            liar.send(protocol.Finish(f"i{number}"))
+            assert "over several VMs" in liar.last_reply().reason
     until(lambda: vm.status()["generation"] == generation + 1, what="the claim of that start")
     assert vm.status()["state"] == "IDLE"
     assert not daemon.lines.all(event="evacuation")

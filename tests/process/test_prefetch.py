@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-import json
 import random
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
+from swansong.protocol import Hello, Restored, RestoreQuery, Restoring
 
 from testkit import committed
+from testkit.channel_peer import Client
 from testkit.clouds import Bucket
 from testkit.rig import Vm
 from testkit.waiting import until
@@ -37,28 +37,12 @@ def data_requests(bucket: Bucket) -> int:
     return sum(method == "GET" and below in target for method, target in requests)
 
 
-class Rank:
+def asking(vm: Vm) -> Client:
     """A trainer that asks for its checkpoint."""
-
-    def __init__(self, vm: Vm) -> None:
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.socket.settimeout(60)
-        self.socket.connect(str(vm.socket))
-        self._send(type="hello", run="run", rank=0, world_size=1, start_id="5a17")
-        self._send(type="restore_query", query_id="q", start_id="5a17")
-        self.progress: list[int] = []
-
-    def answer(self) -> dict[str, Any]:
-        while True:
-            message: dict[str, Any] = json.loads(self.socket.recv(65536))
-            if message["type"] == "restoring":
-                self.progress.append(message["bytes_done"])
-            if message["type"] == "restored":
-                self.socket.close()
-                return message
-
-    def _send(self, **message: Any) -> None:
-        self.socket.send(json.dumps(message).encode())
+    rank = Client(vm.socket)
+    rank.send(Hello("run", start_id="5a17"))
+    rank.send(RestoreQuery("q", start_id="5a17"))
+    return rank
 
 
 @pytest.mark.fault("G25")
@@ -73,9 +57,10 @@ def test_the_bytes_arrive_before_a_trainer_asks(vm: Vm, bucket: Bucket) -> None:
     assert (found["step"], found["size_bytes"]) == (100, 800_000)
     assert data_requests(bucket) == CHUNKS
     assert vm.status()["prefetch"]["state"] == "ready"
-    answer = Rank(vm).answer()
-    assert (answer["step"], answer["error"]) == (100, "")
-    assert committed.tree(Path(answer["path"])) == FILES
+    with asking(vm) as rank:
+        answer = rank.receive_a(Restored)
+    assert (answer.step, answer.error) == (100, "")
+    assert committed.tree(Path(answer.path)) == FILES
     assert data_requests(bucket) == CHUNKS
 
 
@@ -84,8 +69,8 @@ def test_a_trainer_joins_a_slow_prefetch(vm: Vm, bucket: Bucket) -> None:
     bucket.order("pace", total_bytes_per_s=300_000)
     vm.start_daemon()
     until(lambda: data_requests(bucket) >= 2, what="the first chunks")
-    rank = Rank(vm)
-    answer = rank.answer()
-    assert committed.tree(Path(answer["path"])) == FILES
-    assert rank.progress, "the trainer saw the download"
+    with asking(vm) as rank:
+        rank.receive_a(Restoring)
+        answer = rank.receive_a(Restored)
+    assert committed.tree(Path(answer.path)) == FILES
     assert data_requests(bucket) == CHUNKS

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swansong import protocol
 
 from testkit.rig import Process, Vm
 from testkit.scripted_rank import ScriptedRank
@@ -56,8 +57,8 @@ class Pair:
              "notify", "--in", in_s, "--wait"],
             lines_on="stdout",
         )  # fmt: skip
-        request = self.ranks[0].receive("request")["id"]
-        self.ranks[0].send(type="agreed", request_id=request, step=9)
+        request = self.ranks[0].receive_a(protocol.Request).id
+        self.ranks[0].send(protocol.Agreed(request, 9))
         self.ranks[0].seal(9, request)
         return waiting
 
@@ -139,12 +140,11 @@ def test_a_restarted_survivor_resumes_from_the_set_that_both_vms_sealed(
     first.power_off()
     pair.ranks[1].seal(9, size_bytes=4_000_000)
     until(lambda: second.status()["pending_bytes"] > 0, timeout_s=40, what="a flush")
-    pair.ranks[1].socket.close()
-    alone = ScriptedRank(second, 0, nodes=1, start_id="second")
-    opened.enter_context(alone)
-    alone.send(type="restore_query", query_id="q", start_id="second")
-    restored = alone.receive("restored")
-    assert (restored["step"], restored["error"]) == (9, "")
+    pair.ranks[1].close()
+    alone = opened.enter_context(ScriptedRank(second, 0, nodes=1, start_id="second"))
+    alone.send(protocol.RestoreQuery("q", start_id="second"))
+    restored = alone.receive_a(protocol.Restored)
+    assert (restored.step, restored.error) == (9, "")
     assert second.status()["generation"] == 2
     assert committed(second) == 9
 
@@ -153,9 +153,8 @@ def test_a_restarted_survivor_resumes_from_the_set_that_both_vms_sealed(
 def test_a_vm_that_the_job_has_left_behind_reports_it(pair: Pair, opened: ExitStack) -> None:
     """State, command and exit code report the generation of the VM that continues the run, immediately."""
     first, second = pair.vms
-    pair.ranks[1].socket.close()
-    alone = ScriptedRank(second, 0, nodes=1, start_id="second")
-    opened.enter_context(alone)
+    pair.ranks[1].close()
+    opened.enter_context(ScriptedRank(second, 0, nodes=1, start_id="second"))
     until(lambda: second.status()["generation"] == 2, timeout_s=40, what="a generation for one VM")
     pair.ranks[0].seal(7)
     until(lambda: first.status()["state"] == "FENCED", timeout_s=40)
@@ -174,13 +173,13 @@ def test_a_follow_up_is_one_round_of_all_vms(
     pair = Pair(tmp_path, new_vm, opened, follow_ups=True, constants=soon)
     lead, noticed = pair.vms
     assert noticed.swansong("notify", "--in", "40s").returncode == 0
-    first = pair.ranks[1].receive("request")["id"]
+    first = pair.ranks[1].receive_a(protocol.Request).id
     take_round(pair, first, step=9, caller=1)
     for rank in pair.ranks:
-        rank.send(type="progress", step=20, step_s=0.1, save_s=0.1, snapshot_s=0.1)
-    led = pair.ranks[0].receive("request")["id"]
+        rank.send(protocol.Progress(20, step_s=0.1, save_s=0.1, snapshot_s=0.1))
+    led = pair.ranks[0].receive_a(protocol.Request).id
     while led == first:
-        led = pair.ranks[0].receive("request")["id"]
+        led = pair.ranks[0].receive_a(protocol.Request).id
     assert led.startswith(f"{first}.follow-")
     take_round(pair, led, step=21, caller=0)
     assert not noticed.daemon.lines.all(event="evacuation", phase="follow_up")  # type: ignore[union-attr]
@@ -190,11 +189,9 @@ def test_a_follow_up_is_one_round_of_all_vms(
 
 def take_round(pair: Pair, request_id: str, *, step: int, caller: int) -> None:
     """All ranks take part in the round of one rank, as the hooks do, and both VMs report SAFE."""
-    pair.ranks[1 - caller].send(
-        type="peer_request", request_id=request_id, reason="gone", seconds_left=30.0
-    )
+    pair.ranks[1 - caller].send(protocol.PeerRequest(request_id, "gone", 30.0))
     for rank in pair.ranks:
-        rank.send(type="agreed", request_id=request_id, step=step)
+        rank.send(protocol.Agreed(request_id, step))
         rank.seal(step, request_id)
     for vm in pair.vms:
         assert vm.daemon is not None
