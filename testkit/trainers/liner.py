@@ -32,7 +32,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=0, help="last step")
     parser.add_argument("--forever", action="store_true")
-    parser.add_argument("--from", dest="begin", type=int, help="start here, and restore nothing")
     parser.add_argument("--save-at", default="", help="steps after which it saves")
     parser.add_argument("--pause-after", type=int, help="step after which it waits")
     parser.add_argument("--continue-when", type=Path, help="the wait ends when this file exists")
@@ -40,15 +39,12 @@ def main() -> None:
     wanted = {int(step) for step in args.save_at.split(",") if step}
     counter = Counter()
     with swansong.attach({"counter": counter}) as guard:
-        if args.begin is None:
-            try:
-                step = guard.restore()
-            except RestoreError as error:
-                emit(event="error", reason=str(error))
-                return
-            assert step == counter.value
-        else:
-            step = counter.value = args.begin
+        try:
+            step = guard.restore()
+        except RestoreError as error:
+            emit(event="error", reason=str(error))
+            return
+        assert step == counter.value
         emit(event="resumed", step=step)
         while args.forever or step < args.steps:
             step += 1

@@ -3,8 +3,7 @@
 
     python positioned.py --training new --attach-when /path/of/a/file
 
-It prints the position that it has loaded, and each step, as JSON lines.  With ``--load DIR`` it loads that
-directory by its own means, without ``guard.restore()``.
+It prints the position that it has loaded, and each step, as JSON lines.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ class Training:
         (directory / POSITION).write_text(json.dumps(position))
 
     def load(self, directory: Path) -> None:
-        (path,) = directory.rglob(POSITION)
-        position = json.loads(path.read_text())
+        position = json.loads((directory / POSITION).read_text())
         self.step = position["step"]
         emit(event="loaded", **position)
 
@@ -51,21 +49,14 @@ def main() -> None:
         "--training", required=True, help="name of this training, part of its state"
     )
     parser.add_argument("--save-at", default="", help="steps after which it saves")
-    parser.add_argument("--load", type=Path, help="load this directory without the guard")
     parser.add_argument("--attach-when", type=Path, help="file that attach() waits for")
-    parser.add_argument("--train-when", type=Path, help="file that the first step waits for")
     options = parser.parse_args()
     save_at = {int(step) for step in options.save_at.split(",") if step}
     training = Training(options.training)
     emit(event="started")
     wait_for(options.attach_when)
     guard = swansong.attach(save=training.save, load=training.load)
-    if options.load is None:
-        guard.restore()
-    else:
-        training.load(options.load)
-    emit(event="ready")
-    wait_for(options.train_when)
+    guard.restore()
     while True:
         time.sleep(0.01)
         training.step += 1

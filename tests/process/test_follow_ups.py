@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from testkit.clouds import Aws, Bucket, Gcp
 from testkit.rig import Process, Vm
 from testkit.waiting import until
 
-RANKS = 2
 SOON = {
     "swansongd.core.schedule.INTERVAL_MIN_S": 1.0,
     "swansongd.core.followup.SIGNAL_PROOF_S": 1.0,
@@ -71,110 +68,6 @@ def test_the_next_vm_continues_from_the_last_follow_up(
     aws.withdraw()  # the notice was for the first VM
     assert resumed_step(new_vm, bucket, witness) == after[-1]
     assert {manifest["kind"] for manifest in bucket.manifests()} == {"emergency"}
-
-
-@pytest.mark.fault("T19")
-def test_a_power_cut_during_a_follow_up_keeps_the_standing_commit(
-    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
-) -> None:
-    """The store takes no more data: the follow-up stays in flight, and the next VM resumes from SAFE."""
-    vm = following(new_vm, bucket, aws)
-    daemon = vm.start_daemon()
-    vm.start_trainer("--step-delay-s", "0.05", script=witness).lines.wait(step=5)
-    aws.notice(in_s=30)
-    daemon.lines.wait(event="verdict", verdict="SAFE")
-    bucket.order("answer", status=503, times=100_000, method="PUT", match="/data/")
-    daemon.lines.wait(event="evacuation", phase="follow_up")
-    until(lambda: len(daemon.lines.all(event="evacuation", phase="flush")) > 1, what="its flush")
-    report = vm.status()
-    assert (report["state"], report["verdict"]) == ("SAFE", "SAFE")
-    assert report["evacuation"]["follow_ups"]["under_way"]
-    vm.power_off()
-    bucket.order("clear")
-    aws.withdraw()
-    assert [resumed_step(new_vm, bucket, witness)] == safe_steps(daemon)
-
-
-@pytest.mark.fault("T21")
-def test_a_notice_that_is_withdrawn_between_two_follow_ups_ends_them(
-    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
-) -> None:
-    """The trainer trains on past the time of the next follow-up, and is asked for nothing more."""
-    vm = following(new_vm, bucket, aws)
-    daemon = vm.start_daemon()
-    trainer = vm.start_trainer("--step-delay-s", "0.05", script=witness)
-    trainer.lines.wait(step=5)
-    aws.notice(in_s=60)
-    until(lambda: len(safe_steps(daemon)) > 1, what="the first follow-up")
-
-    def next_in_s() -> float | None:
-        follow_ups = vm.status()["evacuation"]["follow_ups"]
-        return None if follow_ups["under_way"] else follow_ups["next_in_s"]
-
-    wait_s = until(next_in_s, what="the time of the next follow-up")
-    aws.withdraw()
-    daemon.lines.wait(event="evacuation", phase="withdrawn")
-    steps, requests = (
-        safe_steps(daemon),
-        len(daemon.lines.all(event="evacuation", phase="follow_up")),
-    )
-    step, ends_mono_s = newest_step(trainer), time.monotonic() + wait_s + 1.0
-    until(
-        lambda: time.monotonic() > ends_mono_s and newest_step(trainer) > step + 20,
-        what="steps after the time of the next follow-up",
-    )
-    assert len(daemon.lines.all(event="evacuation", phase="follow_up")) == requests
-    report = vm.status()
-    assert (report["state"], report["evacuation"]) == ("IDLE", None)
-    assert (report["last_verdict"]["verdict"], report["last_commit"]["step"]) == ("SAFE", steps[-1])
-    assert safe_steps(daemon) == steps
-
-
-@pytest.mark.fault("T20", "T03", "T21")
-def test_a_trainer_that_dies_in_a_follow_up_changes_no_verdict(
-    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
-) -> None:
-    """It is killed while it writes the follow-up; SAFE and its commit stand until the notice is withdrawn."""
-    vm = following(new_vm, bucket, aws)
-    daemon = vm.start_daemon()
-    trainer = vm.start_trainer("--step-delay-s", "0.1", "--die-in-save", "20", script=witness)
-    trainer.lines.wait(step=3)
-    aws.notice(in_s=60)
-    daemon.lines.wait(event="verdict", verdict="SAFE")
-    failed = daemon.lines.wait(event="evacuation", phase="follow_up_failed")
-    assert "ended" in failed["reason"]
-    steps = safe_steps(daemon)
-    report = vm.status()
-    assert (report["state"], report["last_commit"]["step"]) == ("SAFE", steps[-1])
-    aws.withdraw()
-    daemon.lines.wait(event="evacuation", phase="withdrawn")
-    assert safe_steps(daemon) == steps
-
-
-def test_all_ranks_of_a_vm_take_a_follow_up_together(
-    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
-) -> None:
-    """Two ranks agree on one step for each follow-up, and its set has the files of both."""
-    vm = following(new_vm, bucket, aws)
-    daemon = vm.start_daemon()
-    ranks = [start_rank(vm, witness, rank) for rank in range(RANKS)]
-    for rank in ranks:
-        rank.lines.wait(step=5)
-    aws.notice(in_s=30)
-    until(lambda: len(safe_steps(daemon)) > 1, what="a follow-up")
-    newest = bucket.manifests()[-1]
-    owners = {shard["path"].partition("/")[0] for shard in newest["shards"]}
-    assert owners >= {f"rank-{rank:05d}" for rank in range(RANKS)}
-
-
-def start_rank(vm: Vm, witness: str, rank: int) -> Process:
-    position = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
-    return vm.spawn(
-        [sys.executable, "-u", witness, "--step-delay-s", "0.05"],
-        lines_on="stdout",
-        SWANSONG_SOCKET=str(vm.socket),
-        **{name: str(value) for name, value in position.items()},
-    )
 
 
 @pytest.mark.fault("T19")

@@ -30,7 +30,7 @@ def vm(new_vm: NewVm, bucket: Bucket, tmp_path: Path) -> Vm:
 
 def train(vm: Vm) -> Process:
     """Start the trainer, which begins with step 0."""
-    command = [sys.executable, "-u", str(TRAINERS / "signalled.py"), "--training", "t"]
+    command = [sys.executable, "-u", str(TRAINERS / "without_hooks.py")]
     command += ["--pid-file", str(vm.pid_file), "--checkpoints", str(vm.run_directory)]
     return vm.spawn([*command, "--save-when", str(vm.disk / "save")], lines_on="stdout")
 

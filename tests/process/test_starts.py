@@ -78,31 +78,6 @@ def test_the_verdict_names_no_discarded_commit(
     assert third.lines.wait(event="resumed")["step"] == verdict["step"]
 
 
-@pytest.mark.fault("O04", "T12")
-def test_with_the_store_unreachable_no_set_of_an_earlier_start_is_safe(
-    aws: Aws, bucket: Bucket, new_vm: NewVm
-) -> None:
-    """Sealed sets of an earlier start, ahead of the trainer, do not answer the request.
-
-    After the outage they are committed in their place, and the next VM resumes from the newest start.
-    """
-    vm = new_vm("a", bucket.store, metadata=aws.metadata)
-    daemon = vm.start_daemon()
-    assert train(vm, "--steps", "50", "--save-at", "50").wait() == 0
-    daemon.lines.wait(event="committed", step=50)
-    with outage(bucket):
-        assert train(vm, "--from", "9000", "--steps", "9070", "--save-at", "9050,9070").wait() == 0
-        daemon.lines.wait(event="sealed_set_found", step=9070)
-        trainer = train(vm, "--from", "70", "--forever")
-        until(lambda: vm.status()["trainers"], what="the trainer in the status")
-        aws.notice(in_s=8)
-        assert daemon.lines.wait(event="verdict")["verdict"] != "SAFE"
-    until(lambda: newest(vm)[0] == 3, timeout_s=60, what="a commit of the newest start")
-    trainer.kill()
-    assert newest(vm)[1] not in (9050, 9070)
-    assert {row["generation"] for row in vm.commits() if row["step"] in (9050, 9070)} <= {2}
-
-
 @pytest.mark.fault("D06", "G11")
 def test_a_set_that_survived_a_power_cut_is_resumed_from(
     bucket: Bucket, new_vm: NewVm, tmp_path: Path
@@ -190,32 +165,6 @@ def test_a_local_restore_needs_the_user_of_the_daemon(
         os.chown(path, STRANGER, -1)
     answer = vm.swansong("restore", "--local", "--fresh-ok", "--to", str(tmp_path / "there"))
     assert (answer.returncode, (tmp_path / "there").exists()) == (0, False), answer.stderr
-
-
-@pytest.mark.fault("H01")
-def test_after_a_restart_the_starts_keep_their_order(bucket: Bucket, new_vm: NewVm) -> None:
-    """Unsent sets of an earlier start are in staging when the daemon is killed, of greater steps.
-
-    The restarted daemon knows the newest start from its ranks: SAFE names a commit of that start.
-    """
-    vm = new_vm("a", bucket.store)
-    daemon = vm.start_daemon()
-    assert train(vm, "--steps", "50", "--save-at", "50").wait() == 0
-    daemon.lines.wait(event="committed", step=50)
-    with outage(bucket):
-        assert train(vm, "--from", "8990", "--steps", "9000", "--save-at", "9000").wait() == 0
-        daemon.lines.wait(event="sealed_set_found", step=9000)
-        trainer = train(vm, "--from", "70", "--forever")
-        until(lambda: vm.status()["trainers"], what="the trainer in the status")
-        daemon.kill()
-    daemon = vm.start_daemon()
-    daemon.lines.wait(event="sealed_set_found", step=9000)
-    until(lambda: vm.status()["trainers"], what="the trainer to reconnect")
-    assert vm.swansong("notify", "--in", "60s", "--wait").returncode == 0
-    verdict = daemon.lines.wait(event="verdict", verdict="SAFE")
-    assert (verdict["generation"], verdict["step"]) == newest(vm)
-    assert 70 < verdict["step"] < 9000
-    trainer.kill()
 
 
 @pytest.mark.fault("T12")

@@ -184,6 +184,8 @@ def test_a_follow_up_that_fails_changes_no_verdict(end: str) -> None:
     elif end == "process":
         story.leave()
         story.scan()
+        failed = next(mark for mark in story.all(Mark) if mark.phase == "follow_up_failed")
+        assert "ended" in str(dict(failed.facts)["reason"])
     elif end == "withdrawn":
         story.withdraw()
         assert story.state.evacuation is None
