@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -18,31 +16,6 @@ from swansong.testing import check_resume
 
 from testkit import EXAMPLES
 from testkit.fake_daemon import FakeDaemon
-from testkit.waiting import until
-
-STEPS = 60
-
-
-def start(example: str, *arguments: str) -> subprocess.Popen[str]:
-    """Start an example without a daemon."""
-    environment = {"OPENBLAS_NUM_THREADS": "1", "SWANSONG_SOCKET": "/nonexistent/trainer.sock"}
-    return subprocess.Popen(
-        [sys.executable, str(EXAMPLES / example), *arguments],
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    return out
-
-
-def digest_of(process: subprocess.Popen[str]) -> str:
-    return str(json.loads(finish(process).splitlines()[-1])["weights_sha256"])
 
 
 @pytest.mark.fault("T03", "T15")
@@ -56,31 +29,6 @@ def test_a_run_that_was_killed_twice_ends_with_the_same_bits(tmp_path: Path) -> 
         environment={"PYTHONPATH": str(EXAMPLES.parent)},
     )
     assert (report.saved_steps, report.losses) == ([9, 30], 50)
-
-
-@pytest.mark.fault("T10")
-def test_the_example_with_only_a_signal_handler(tmp_path: Path) -> None:
-    """On SIGUSR1 it writes all files of checkpoint-N and continues; --resume ends with the same bits."""
-    options = ("--steps", str(STEPS), "--pad-mb", "0.1")
-    uninterrupted = digest_of(start("char_lm.py", *options))
-    common = (*options, "--checkpoints", str(tmp_path))
-    pid_file = tmp_path / "pid"
-    quick = ("--step-delay-s", "0.02", "--file-delay-s", "0.01", "--pid-file", str(pid_file))
-    trainer = start("usr1_trainer.py", *common, *quick)
-    until(lambda: pid_file.exists() and pid_file.read_text(), what="the pid file")
-    os.kill(int(pid_file.read_text()), signal.SIGUSR1)
-    assert digest_of(trainer) == uninterrupted
-    (checkpoint,) = tmp_path.glob("checkpoint-*")
-    assert sorted(os.listdir(checkpoint)) == [
-        "model.npy",
-        "optimizer.npy",
-        "rng.json",
-        "trainer_state.json",
-    ]
-    step = int(checkpoint.name.removeprefix("checkpoint-"))
-    assert 0 < step < STEPS
-    resumed = start("usr1_trainer.py", *common, "--resume", str(checkpoint))
-    assert digest_of(resumed) == uninterrupted
 
 
 FORKING = """

@@ -22,7 +22,10 @@ def with_signal(vm_disk: Any) -> dict[str, dict[str, Any]]:
 def test_a_signalled_trainer_saves_slowly_and_its_whole_checkpoint_is_committed(
     aws: Aws, bucket: Bucket, new_vm: Any, tmp_path: Any, weights_after: Any
 ) -> None:
-    """Four files in 1.2 s without a mark of completeness: they are committed once all are complete."""
+    """Four files in 1.2 s without a mark of completeness: they are committed once all are complete.
+
+    Neither the save nor a resume from it changes a later step.
+    """
     settings = with_signal(tmp_path / "vm")
     vm = new_vm("vm", bucket.store, metadata=aws.metadata, settings=settings)
     daemon = vm.start_daemon()
@@ -43,7 +46,7 @@ def test_a_signalled_trainer_saves_slowly_and_its_whole_checkpoint_is_committed(
     assert saved.name == f"checkpoint-{manifest['step']}"
     assert bucket.content(manifest) == {path.name: path.read_bytes() for path in saved.iterdir()}
     assert len(manifest["shards"]) == 4
-    trainer.lines.wait(step=manifest["step"] + 3)
+    later = trainer.lines.wait(step=manifest["step"] + 3)
 
     # On a new VM the script's own --resume is sufficient.
     elsewhere = new_vm("elsewhere", bucket.store)
@@ -51,6 +54,7 @@ def test_a_signalled_trainer_saves_slowly_and_its_whole_checkpoint_is_committed(
     assert elsewhere.swansong("restore", "--to", str(place)).returncode == 0
     resumed = elsewhere.start_trainer("--resume", str(place), "--steps", "200", script=SCRIPT)
     assert resumed.wait() == 0
+    assert later in resumed.lines.all()
     assert resumed.lines.all()[-1] == {"weights_sha256": weights_after(200)}
 
 
