@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The position of a training that is restored: the state of the trainer ``positioned.py``."""
+"""Positions of training, as two independent witnesses show them: its own output, and a restore on any VM."""
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from testkit.rig import Vm
-
-POSITION = "position.json"
+from testkit import TRAINERS
+from testkit.rig import Process, Vm
+from testkit.trainers.positioned import POSITION
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,18 @@ class Position:
 
     training: str
     step: int
+
+
+def train(vm: Vm, *arguments: str, **env: str) -> Process:
+    """Start the trainer ``positioned.py``."""
+    command = [sys.executable, "-u", str(TRAINERS / "positioned.py"), *arguments]
+    return vm.spawn(command, lines_on="stdout", **{"SWANSONG_SOCKET": str(vm.socket), **env})
+
+
+def trained(trainer: Process) -> list[Position]:
+    """The positions that the trainer has reached by a step."""
+    lines = trainer.lines.all()
+    return [Position(**line) for line in lines if line.keys() == {"training", "step"}]
 
 
 def restored(vm: Vm, place: Path, *choice: str) -> Position:

@@ -9,47 +9,24 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from testkit import TRAINERS
 from testkit.clouds import Aws, Bucket
-from testkit.rig import Process, Vm
+from testkit.positions import Position, restored, train, trained
+from testkit.rig import Process
 from testkit.waiting import until
 from tests.process.conftest import NewVm
 
-HONEST = str(TRAINERS / "honest.py")
 RECONNECT = {"swansongd.core.arrival.RECONNECT_S": 2.0}
 """The daemon expects its trainers back within this time of its start; without this constant within 10 s."""
 not_under_systemd = pytest.mark.skipif(
     Path("/run/systemd/system").is_dir(),
     reason="does not apply: under systemd the daemon distinguishes a stop from a shutdown",
 )
-
-
-def train(vm: Vm, *arguments: str, **env: str) -> Process:
-    """Start a trainer with the hooks."""
-    command = [sys.executable, "-u", HONEST, *arguments]
-    return vm.spawn(command, lines_on="stdout", SWANSONG_SOCKET=str(vm.socket), **env)
-
-
-def restored(bucket: Bucket, new_vm: NewVm) -> dict[str, Any]:
-    """The state that the next VM resumes from."""
-    vm = new_vm("next", bucket.store)
-    place = vm.disk / "restored"
-    answer = vm.swansong("restore", "--to", str(place))
-    assert answer.returncode == 0, answer.stderr
-    state: dict[str, Any] = json.loads((place / "rank-00000" / "state.json").read_text())
-    return state
-
-
-def trained(trainer: Process) -> list[dict[str, Any]]:
-    """All steps that the trainer has completed, with the line of each."""
-    return [line for line in trainer.lines.all() if "step" in line and "event" not in line]
 
 
 def verdicts(daemon: Process) -> list[dict[str, Any]]:
@@ -87,8 +64,8 @@ def test_a_shutdown_soon_after_an_upgrade_of_the_daemon_finds_a_finished_run_saf
     verdict = safe(daemon)
     assert verdict["step"] == 30
     assert {farewell["verdict"] for farewell in bucket.farewells()} == {"SAFE"}
-    state = restored(bucket, new_vm)
-    assert state == trained(trainer)[-1]
+    after = new_vm("next", bucket.store)
+    assert restored(after, after.disk / "restored") == trained(trainer)[-1]
 
 
 # ---------------------------------------------------------------- the end of the host
@@ -112,7 +89,7 @@ def test_after_safe_a_shutdown_waits_for_no_set_that_cannot_fit(
     stood = safe(daemon)
     small.kill()
     large = train(vm, "--every-steps", "10", "--padding-bytes", "75000000")
-    large.lines.wait(event="resumed", from_step=stood["step"])
+    large.lines.wait(event="resumed", step=stood["step"])
     until(lambda: daemon.lines.all(event="sealed_set_found")[-1]["step"] > stood["step"])
     large.kill()
     until(lambda: vm.status()["bandwidth_bytes_per_s"], what="a measured bandwidth")
@@ -157,7 +134,8 @@ def test_a_new_start_that_reconnects_late_is_safe_by_its_own_commit_only(
     assert not [line for line in verdicts(daemon) if line["verdict"] == "SAFE"]
     second.kill(signal.SIGCONT)
     verdict = daemon.lines.wait(event="verdict", verdict="SAFE", timeout_s=20)
-    state = restored(bucket, new_vm)
-    assert state == {"step": verdict["step"], "line": stood_at["line"]}
+    after = new_vm("next", bucket.store)
+    state = restored(after, after.disk / "restored")
+    assert state == Position(stood_at.training, verdict["step"])
     assert state in trained(second)
-    assert state["step"] >= stood_at["step"]
+    assert state.step >= stood_at.step

@@ -8,16 +8,14 @@ more histories.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
 
-from testkit import TRAINERS
 from testkit.clouds import Aws, Bucket
 from testkit.emulators.process import EmulatorProcess
-from testkit.positions import Position, restored
-from testkit.rig import Process, Vm, control
+from testkit.positions import Position, restored, train
+from testkit.rig import Vm, control
 from testkit.waiting import until
 from tests.process.conftest import NewVm
 
@@ -25,13 +23,6 @@ OLD, NEW = "old", "new"
 """Names of two trainings: the one that was discarded, and the one that runs."""
 RECONNECT = {"swansongd.core.arrival.RECONNECT_S": 2.0}
 """The hooks reconnect to a restarted daemon within this time; without this constant within 10 s."""
-
-
-def train(vm: Vm, training: str, *arguments: str, **env: str) -> Process:
-    """Start a trainer with hooks."""
-    script = str(TRAINERS / "positioned.py")
-    command = [sys.executable, "-u", script, "--training", training, *arguments]
-    return vm.spawn(command, lines_on="stdout", **{"SWANSONG_SOCKET": str(vm.socket), **env})
 
 
 def expect(vm: Vm, verdict: dict[str, Any], word: str) -> None:
@@ -51,7 +42,7 @@ def test_a_trainer_that_the_daemon_never_saw_gets_no_promise(
     """
     before = new_vm("before", bucket.store)
     earlier = before.start_daemon()
-    train(before, OLD, "--save-at", "20")
+    train(before, "--training", OLD, "--save-at", "20")
     earlier.lines.wait(event="committed", step=20)
     before.power_off()
     with EmulatorProcess("testkit.emulators.fake_logind") as logind:
@@ -62,7 +53,7 @@ def test_a_trainer_that_the_daemon_never_saw_gets_no_promise(
         chosen = vm.disk / "chosen"
         assert restored(vm, chosen) == Position(OLD, 20)
         wrong = str(vm.disk / "wrong.sock")
-        trainer = train(vm, NEW, SWANSONG_SOCKET=wrong, SWANSONG_RESTORE=str(chosen))
+        trainer = train(vm, "--training", NEW, SWANSONG_SOCKET=wrong, SWANSONG_RESTORE=str(chosen))
         trainer.lines.wait(step=40)
         daemon = vm.start_daemon()
         if source == "logind":
@@ -90,7 +81,7 @@ def test_a_resumed_evacuation_does_not_repeat_safe_after_training_was_rewound(
     """
     vm = new_vm("vm", bucket.store, metadata=aws.metadata, constants=RECONNECT)
     daemon = vm.start_daemon()
-    first = train(vm, OLD, "--save-at", "20")
+    first = train(vm, "--training", OLD, "--save-at", "20")
     daemon.lines.wait(event="committed", step=20)
     first.lines.wait(step=60)
     aws.notice(in_s=6)
@@ -99,7 +90,8 @@ def test_a_resumed_evacuation_does_not_repeat_safe_after_training_was_rewound(
     first.kill()
     chosen, never = vm.disk / "chosen", str(vm.disk / "never")
     assert restored(vm, chosen, "--step", "20") == Position(OLD, 20)
-    second = train(vm, NEW, "--attach-when", never, SWANSONG_RESTORE=str(chosen))
+    waiting = ("--training", NEW, "--attach-when", never)
+    second = train(vm, *waiting, SWANSONG_RESTORE=str(chosen))
     second.lines.wait(event="started")
     daemon = vm.start_daemon()
     expect(vm, daemon.lines.wait(event="verdict"), "PARTIAL")

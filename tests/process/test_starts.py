@@ -5,24 +5,22 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from testkit import TRAINERS
 from testkit.clouds import Aws, Bucket
 from testkit.other_users import needs_root
-from testkit.rig import Process, Vm
+from testkit.positions import train
+from testkit.rig import Vm
 from testkit.staged import another_boot, seal_files
 from testkit.waiting import until
 from tests.process.conftest import NewVm
 
 STRANGER = 12345
 """A user id that no configuration names."""
-WITNESS = TRAINERS / "liner.py"
 
 
 @contextmanager
@@ -31,12 +29,6 @@ def outage(bucket: Bucket) -> Iterator[None]:
     bucket.order("outage", seconds=600)
     yield
     bucket.order("clear")
-
-
-def train(vm: Vm, *arguments: str, **env: str) -> Process:
-    """Start a trainer with hooks for these steps; it prints its actions."""
-    command = [sys.executable, "-u", str(WITNESS), *arguments]
-    return vm.spawn(command, lines_on="stdout", SWANSONG_SOCKET=str(vm.socket), **env)
 
 
 def newest(vm: Vm) -> tuple[int, int]:
@@ -61,7 +53,7 @@ def test_the_verdict_names_no_discarded_commit(
     chosen = tmp_path / "chosen"
     assert vm.swansong("restore", "--step", "60", "--to", str(chosen)).returncode == 0
 
-    second = train(vm, "--forever", SWANSONG_RESTORE=str(chosen))
+    second = train(vm, SWANSONG_RESTORE=str(chosen))
     assert second.lines.wait(event="resumed")["step"] == 60
     until(lambda: vm.status()["generation"] == 2, what="the generation of the second start")
     assert newest(vm) == (1, 220)
@@ -192,17 +184,17 @@ def test_a_second_process_of_the_same_rank_is_refused(
     """
     vm = new_vm("a", bucket.store)
     daemon = vm.start_daemon()
-    first = train(vm, "--forever")
+    first = train(vm)
     first.lines.wait(event="resumed")
     for _ in range(2):
-        other = train(vm, "--forever")
+        other = train(vm)
         assert "rank 0 of 1 is connected already" in other.lines.wait(event="error")["reason"]
     status = vm.status()
     assert status["trainers_refused"]["count"] >= 2
     assert "torchrun" in status["trainers_refused"]["last"]
     assert len(status["trainers"]) == 1
     first.kill()
-    assert train(vm, "--forever").lines.wait(event="resumed")["step"] == 0
+    assert train(vm).lines.wait(event="resumed")["step"] == 0
     assert daemon.popen.poll() is None
 
 
