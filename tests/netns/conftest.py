@@ -49,10 +49,6 @@ class Network:
         """Drop this percentage of the packets."""
         self._treat(f"numgen random mod 100 < {percent} counter drop")
 
-    def lose_puts(self) -> None:
-        """Drop what begins with PUT: 32 bytes into TCP, behind its header and timestamps."""
-        self._treat("tcp dport 80 @th,256,32 0x50555420 counter drop")
-
     def reset(self) -> None:
         """Answer every packet with a TCP reset."""
         self._treat("tcp dport 80 counter reject with tcp reset")
@@ -83,25 +79,6 @@ class Network:
         _run("nft", "-f", "-", given=f"table ip way {{ chain output {{ {chain} }}; }}")
 
 
-class Decoy:
-    """A listener that must receive no connection."""
-
-    def __init__(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.setblocking(False)
-        self.authority = "{}:{}".format(*self._listener.getsockname())
-        self.url = f"http://{self.authority}"
-
-    def was_called(self) -> bool:
-        with suppress(BlockingIOError):
-            self._listener.accept()[0].close()
-            return True
-        return False
-
-    def close(self) -> None:
-        self._listener.close()
-
-
 @pytest.fixture
 def network() -> Iterator[Network]:
     """A network namespace; every fixture and test that starts a process here depends on this fixture."""
@@ -127,7 +104,6 @@ class Clouds:
 
     def __init__(self, started: ExitStack) -> None:
         self._started = started
-        self._emulator: EmulatorProcess | None = None
 
     def aws(self) -> Aws:
         return Aws(self._start("testkit.emulators.aws_imds"))
@@ -135,15 +111,9 @@ class Clouds:
     def gcp(self) -> Gcp:
         return Gcp(self._start("testkit.emulators.gcp_metadata"))
 
-    def kill(self) -> None:
-        """Kill the metadata service with its connections."""
-        assert self._emulator is not None
-        self._emulator.kill()
-
     def _start(self, module: str) -> str:
         # On every address: the test reaches the emulator at 127.0.0.1, whatever happens to the real address.
-        emulator = EmulatorProcess(module, "--host", "0.0.0.0", "--port", "80")
-        self._emulator = self._started.enter_context(emulator)
+        self._started.enter_context(EmulatorProcess(module, "--host", "0.0.0.0", "--port", "80"))
         return "http://127.0.0.1"
 
 
@@ -151,12 +121,6 @@ class Clouds:
 def clouds(network: Network) -> Iterator[Clouds]:
     with ExitStack() as started:
         yield Clouds(started)
-
-
-@pytest.fixture
-def decoy(network: Network) -> Iterator[Decoy]:
-    with closing(Decoy()) as listener:
-        yield listener
 
 
 @pytest.fixture
