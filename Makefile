@@ -147,7 +147,7 @@ test-stores: $(STAMP) $(STORES)  ## test the stores with further servers: s3rver
 test-system: $(STAMP)  ## test the image in containers with a real systemd (root, systemd-container, mmdebstrap)
 	$(BIN)/python -m pytest -n 3 --dist worksteal tests/system/nspawn $(PYTEST_ARGS)
 
-test-vm: $(STAMP)  ## test power cuts of VMs (root, QEMU; about 15 minutes; PYTEST_ARGS='-k button_alone' for one test)
+test-vm: $(STAMP)  ## test VMs that are switched off (root, QEMU; about 10 minutes; PYTEST_ARGS='-k button_alone' for one test)
 	$(BIN)/python -m pytest tests/vm $(PYTEST_ARGS)
 
 test-gpu: $(STAMP)  ## test what CUDA has to show: copies, resumes, NVML (an NVIDIA GPU; 5 minutes)

@@ -17,13 +17,11 @@ import pytest
 from testkit.nspawn.build import missing, run
 from testkit.vm import image as images
 from testkit.vm.cloud import Cloud
-from testkit.vm.evidence import COLUMNS, Story
 from testkit.vm.image import Image
 from testkit.vm.machine import Machine
 
 CLONE_NEWNET = 0x40000000
 _libc = ctypes.CDLL(None, use_errno=True)
-_rows = pytest.StashKey[list[tuple[str, ...]]]()
 
 
 @pytest.fixture(scope="session")
@@ -89,25 +87,3 @@ def new_vm(image: Image, network: None, tmp_path: Path) -> Iterator[Callable[...
         yield make
     if not os.environ.get("SWANSONG_VM_KEEP"):
         shutil.rmtree(tmp_path)
-
-
-@pytest.fixture
-def add_row(request: pytest.FixtureRequest) -> Callable[[str, Story, Story, float], None]:
-    """Add a row to the table at the end of pytest's report."""
-    rows = request.config.stash.setdefault(_rows, [])
-
-    def add(scenario: str, before: Story, after: Story, off_s: float) -> None:
-        restored = after.steps[0] - 1
-        lost = before.steps[-1] - restored
-        cells = (*before.phases(), f"{off_s:.1f}", str(restored), str(lost), *after.boot_times())
-        rows.append((scenario, *cells))
-
-    return add
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    rows = terminalreporter.config.stash.get(_rows, [])
-    if rows:
-        terminalreporter.section("evacuations of VMs")
-        for row in (COLUMNS, ["---"] * len(COLUMNS), *rows):
-            terminalreporter.write_line(f"| {' | '.join(row)} |")
