@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from swansong_bucket.config.sections import RetentionConfig
-from swansong_bucket.model import CommitRef, is_healthy
+from swansong_bucket.model import CommitRef
 from swansong_bucket.retention.retention import CommitFacts, reasons_to_keep
 
 HOUR_S, DAY_S = 3600.0, 86400.0
@@ -75,26 +75,9 @@ def test_a_generation_that_has_not_committed_may_reference_the_state_at_its_clai
     assert kept([*commits, settled], NO_RULE, {2: 25 * DAY_S, 3: 2 * DAY_S}).keys() == {50}
 
 
-def test_without_a_whole_commit_everything_stays() -> None:
-    """Nothing would be left to resume from."""
-    parts = [
-        CommitFacts(ref=CommitRef(1, step), nodes=2, age_s=90 * DAY_S, is_whole=False)
-        for step in range(3)
-    ]
-    assert len(kept(parts, NO_RULE)) == 3
-
-
 def test_an_unknown_age_counts_as_young() -> None:
     """A store that returns no age loses no commit."""
     assert kept([whole(1, None), whole(2, 0.0)], NO_RULE)[1] == ["younger than 24 h"]
-
-
-def test_a_part_may_become_whole_until_no_flush_can_last() -> None:
-    """Then it goes, unless it is newer than the whole commits."""
-    for age_s, is_kept in ((6 * DAY_S, True), (8 * DAY_S, False)):
-        part = CommitFacts(ref=CommitRef(1, 1), nodes=2, age_s=age_s, is_whole=False)
-        found = kept([part, whole(2, 2 * DAY_S), whole(3, 0.0)], NO_RULE)
-        assert (1 in found) == is_kept
 
 
 def test_the_newest_healthy_commit_and_pins_stay() -> None:
@@ -246,36 +229,3 @@ def test_the_best_commits_stay() -> None:
         found = kept(commits, config)
         best = {step for step, reasons in found.items() if "best accuracy" in reasons}
         assert best == expected
-
-
-AGES_S = st.floats(0, 90 * DAY_S) | st.none()
-HEALTH = st.fixed_dictionaries(
-    {}, optional={"loss": st.floats(0, 9), "loss_is_finite": st.sampled_from((0.0, 1.0))}
-)
-
-
-@given(
-    st.dictionaries(
-        st.tuples(st.integers(1, 3), st.integers(0, 20)),
-        st.tuples(AGES_S, st.booleans(), HEALTH),
-        max_size=12,
-    ),
-    st.floats(0, 4e9),
-)
-def test_what_is_always_kept_needs_no_rule(
-    made: dict[tuple[int, int], tuple[float | None, bool, Mapping[str, float]]], now_wall_s: float
-) -> None:
-    """Newest, newest healthy and young commits stay at any wall clock, and rules only add commits."""
-    commits = [
-        CommitFacts(ref=CommitRef(*ref), age_s=age_s, is_whole=is_whole, health=health)
-        for ref, (age_s, is_whole, health) in made.items()
-    ]
-    bare = reasons_to_keep(commits, {}, NO_RULE, now_wall_s)
-    sound = [commit for commit in commits if commit.is_whole]
-    newest = max((commit.key for commit in sound), default=None)
-    healthy = max((commit.key for commit in sound if is_healthy(commit.health)), default=None)
-    for commit in commits:
-        is_young = commit.age_s is None or commit.age_s < DAY_S
-        if is_young or newest is None or commit.key >= newest or commit.key == healthy:
-            assert commit.key in bare
-    assert bare.keys() <= reasons_to_keep(commits, {}, RetentionConfig(), now_wall_s).keys()
