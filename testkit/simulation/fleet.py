@@ -70,7 +70,7 @@ from swansongd.core.events import (
     TrainerProgress,
     TrainerSealed,
 )
-from swansongd.core.request_ids import FOLLOW_UP, evacuation_of
+from swansongd.core.request_ids import AGAIN, FOLLOW_UP, evacuation_of
 from swansongd.core.state import Settings, StartState, State
 from swansongd.flush.claim_record import ClaimRecord
 
@@ -534,7 +534,8 @@ class Fleet:
         start = self.start
         connection = vm.connection
         assert start is not None
-        if FOLLOW_UP in request_id:
+        # A VM repeats as its own what began there as the follow-up of another VM.
+        if request_id.rfind(FOLLOW_UP) > request_id.rfind(AGAIN):
             is_new = request_id not in self.follow_ups  # ranks of the next start get it again
             self.follow_ups.add(request_id)
             if is_new and 0 not in {trainer.rank for trainer in vm.state.connected}:
