@@ -25,6 +25,7 @@ from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.format.manifest import Manifest
 from swansong_bucket.model import CheckpointKind, CommitRef
 from swansong_bucket.runs import catalog, commit
+from swansong_bucket.runs.signing import SigningKey, signed
 from swansong_bucket.stores.base import ObjectInfo, ObjectStore, Page
 
 from testkit.memory_store import MemoryStore
@@ -423,7 +424,7 @@ def test_a_manifest_that_no_reader_would_accept_is_not_written(
 NODES = commit.MANIFESTS_READ + 1
 
 
-def commit_of(store: MemoryStore, nodes: int, *, suspect: int | None = None) -> catalog.Commit:
+def commit_of(store: ObjectStore, nodes: int, *, suspect: int | None = None) -> catalog.Commit:
     """A checkpoint of this many VMs, of which one may have had a failed GPU."""
     commit.claim_generation(store, KEYS, start_id="us", identity={})
     for node in range(nodes):
@@ -469,6 +470,16 @@ def test_a_verdict_costs_each_vm_of_a_large_job_the_same_requests() -> None:
         assert commit.are_all_sound(store, KEYS, found)
         costs.append(len(store.requests) - before)
     assert costs == [commit.MANIFESTS_READ + 1] * 2
+
+
+def test_a_planted_mark_counts_only_without_a_signing_key() -> None:
+    """A role that may create objects cannot turn SAFE into PARTIAL for those who hold the key."""
+    for key in (None, SigningKey(bytes(64))):
+        bucket = MemoryStore()
+        store: ObjectStore = bucket if key is None else signed(bucket, key)
+        found = commit_of(store, NODES)
+        bucket.put(KEYS.suspect(found.ref, 0), b"{}")
+        assert commit.are_all_sound(store, KEYS, found) == (key is not None)
 
 
 def test_the_mark_of_a_suspect_share_precedes_its_manifest() -> None:

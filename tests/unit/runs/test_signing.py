@@ -35,6 +35,7 @@ RECORDS = [
     KEYS.commit(CommitRef(2, 10), 0, 2),
     KEYS.farewell(1, "x"),
     KEYS.resumption(2),
+    KEYS.suspect(CommitRef(2, 10), 0),
     KEYS.pin("paper"),
 ]
 keys = st.sampled_from(RECORDS)
