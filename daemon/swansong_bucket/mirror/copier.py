@@ -20,6 +20,7 @@ from swansong_bucket.mirror.fence import PromotedError, foreign_claim
 from swansong_bucket.mirror.gate import Gate
 from swansong_bucket.model import Chunk, CommitRef
 from swansong_bucket.runs import catalog
+from swansong_bucket.runs.commit import mark_suspect
 from swansong_bucket.stores.base import ObjectStore
 
 RECORD_BYTES_MAX = 2**20
@@ -150,6 +151,7 @@ class Copier:
             self._read_manifest(place)  # raises Gone if retention deletes this commit now
             raise
         self.check_fence()  # the data may have taken hours
+        mark_suspect(self._mirror, self._keys, manifest)
         if not self._put(key, data):
             raise self._conflict(key)
         return CopyResult(chunks=len(absent), size_bytes=size_bytes, is_new=is_new)

@@ -298,10 +298,7 @@ def commit(
     if manifest.generation != claim.generation:
         raise FencedError(manifest.generation, claim.generation)
     ensure_not_fenced(store, keys, claim, own=own if manifest.nodes == 1 else ())
-    if manifest.nodes > MANIFESTS_READ and not is_sound(manifest.health):
-        # Before the manifest: a VM that lists the whole checkpoint lists this mark as well.
-        with suppress(Exists):
-            store.put(keys.suspect(manifest.ref, manifest.node), b"{}\n", if_absent=True)
+    mark_suspect(store, keys, manifest)
     key = keys.commit(manifest.ref, manifest.node, manifest.nodes)
     is_new = True
     try:
@@ -325,6 +322,16 @@ def commit(
         )
     if reads_back and is_new and catalog.load_node(store, keys, found, manifest.node) != written:
         raise CorruptError(f"{store.url}/{key} contains another manifest than was written")
+
+
+def mark_suspect(store: ObjectStore, keys: RunKeys, manifest: Manifest) -> None:
+    """Mark a suspect share of a large job.  Called before the manifest is created in this store.
+
+    So a VM that lists the whole checkpoint lists the mark as well.
+    """
+    if manifest.nodes > MANIFESTS_READ and not is_sound(manifest.health):
+        with suppress(Exists):
+            store.put(keys.suspect(manifest.ref, manifest.node), b"{}\n", if_absent=True)
 
 
 def _is_ours(store: ObjectStore, key: str, manifest: Manifest) -> bool:
