@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of a preemption by the share of the state that one VM has: ``python -m bench.large_states``.
 
-The evacuations are those of :mod:`bench.evacuations`, with the schedule of the daemon on a virtual clock.
+It simulates evacuations as :mod:`bench.evacuations` does, with the schedule of the daemon on a virtual clock.
 Only the share counts: 100 GB over 8 VMs cost as much as 12.5 GB on one.
 """
 

@@ -24,7 +24,7 @@ DIGESTS = digests_of(FROZEN, CHUNK)
 
 @pytest.mark.fault("H01", "G01", "O19", "O70")
 @pytest.mark.parametrize(
-    # The first reads of a process are those of the claim: later ones are part of the flush.  A lost reply
+    # A process first reads for the claim: later reads are part of the flush.  A lost reply
     # to a read changes as little as a request that never arrived.
     "kills",
     [{"at": "before_headers", "first": 7}, {"at": "before_answer", "method": "PUT"}],

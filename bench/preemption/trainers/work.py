@@ -24,7 +24,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def _tensor(number: int, size: int) -> torch.Tensor:
-    """A tensor whose bytes differ from those of each other number, for the price of its memory."""
+    """A tensor that shares no bytes with the tensor of another number, for the price of its memory."""
     first = number * _TENSOR_FLOATS
     made = torch.arange(first, first + size, dtype=torch.int32).view(torch.float32)
     made[::_STRIDE] = 0.0

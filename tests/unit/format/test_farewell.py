@@ -157,7 +157,7 @@ def test_a_farewell_is_read_as_it_was_written() -> None:
 
 
 def test_the_bytes_of_a_farewell_stay_the_same() -> None:
-    """Its digest is that of its bytes: a change of the format would need another version."""
+    """The digest of its bytes stays: a change of the format would need another version."""
     assert full()["digest"] == (
         "sha256:52e2fd45f74ddbe18de5a85385f41ee92e2580a5f9f3b058585f4ac6180e5dbe"
     )

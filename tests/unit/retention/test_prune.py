@@ -52,7 +52,7 @@ class Clocked(MemoryStore):
         self.clock = lambda: self.now_s
 
     def commit(self, step: int, age_s: float, path: str = "own") -> Manifest:
-        """A commit of this age, with a shard of its own."""
+        """A commit of this age, with one shard that no other commit has."""
         self.now_s = NOW_S - age_s
         try:
             return commit(self, {path: f"{path}{step}".encode()}, step=step, nonce=f"u{step}")
