@@ -126,6 +126,21 @@ def test_a_daemon_that_starts_during_a_shutdown_sees_it(fake_host: FakeHost) -> 
         assert not run.is_now(Health.BLIND)
 
 
+def test_a_shutdown_that_ended_while_no_daemon_ran_is_withdrawn(fake_host: FakeHost) -> None:
+    """The restarted daemon has its notice from the disk; during the shutdown it stays."""
+    watched = fake_host.source()
+    watched.has_earlier = True
+    with SourceRun(watched) as run:
+        run.await_withdrawal()
+        fake_host.order("shutdown")
+        run.await_notice()
+    again = fake_host.source()
+    again.has_earlier = True
+    with SourceRun(again) as run:
+        run.await_notice()
+        assert run.withdrawals == []
+
+
 class Store:
     """The lock in systemd's file descriptor store."""
 

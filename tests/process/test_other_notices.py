@@ -64,6 +64,20 @@ def test_a_notice_that_is_withdrawn_while_no_daemon_runs_is_over(
     assert vm.status()["notices"] == []
 
 
+@pytest.mark.fault("N09")
+def test_a_notice_ends_with_its_source(aws: Aws, bucket: Bucket, new_vm: Any) -> None:
+    """A restarted daemon drops the notice of a source that its configuration no longer has."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    aws.notice()
+    daemon.lines.wait(event="evacuation", phase="notice")
+    daemon.kill()
+    text = vm.config.read_text()
+    vm.config.write_text(text.replace('cloud = "aws"', 'cloud = "none"'))
+    vm.start_daemon().lines.wait(event="started")
+    assert vm.status()["notices"] == []
+
+
 @pytest.mark.fault("N13")
 def test_hibernation_promises_no_time_and_a_checkpoint_is_attempted(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str

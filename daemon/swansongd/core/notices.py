@@ -37,6 +37,8 @@ EVERY_S = 20.0
 BY_HAND = ("manual", "drill")
 """Sources of notices by hand: several can be in force at the same time, each with another deadline."""
 BY_HAND_MAX = 16
+UNWATCHED = frozenset((*BY_HAND, PEER_SOURCE, HOST_SOURCE))
+"""Notices with these sources were received once; no source of the configuration shows or withdraws them."""
 SAME_END_S = 0.3
 """Notices by hand with deadlines this close are one notice: simultaneous calls, or a retried call."""
 REPEATS_MAX = 16

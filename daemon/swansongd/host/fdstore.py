@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,9 +146,10 @@ class FdStore:
         """The delay lock that the previous daemon held during a shutdown; None without one."""
         return self._fds.pop(LOCK, None)
 
-    def notices(self, now_mono_s: float) -> list[Notice]:
-        """The notices that were in force and whose deadlines have not passed since.
+    def notices(self, now_mono_s: float, sources: Collection[str]) -> list[Notice]:
+        """The notices of these sources that were in force and whose deadlines have not passed since.
 
+        The configuration may have changed: without its source, nothing would withdraw a notice.
         Without systemd, SIGTERM ended only the container of the previous daemon.
         """
         found = self._notices.read()
@@ -156,6 +157,7 @@ class FdStore:
             notice
             for notice in (found.notices if found else ())
             if notice.deadline_mono_s > now_mono_s
+            and notice.source in sources
             and (notice.source != HOST_SOURCE or self._notifier.has_systemd)
         ]
 

@@ -23,7 +23,7 @@ from swansong_bucket.model import DRILL, NoticeKind, Severity, Verdict
 
 import swansongd
 from swansongd.config.config import Config, MetricsConfig
-from swansongd.core import gpus, lifecycle
+from swansongd.core import gpus, lifecycle, notices
 from swansongd.core.events import (
     Action,
     CancelFlush,
@@ -281,7 +281,8 @@ class Service:
         if self._signal_sender is not None:
             self._signal_sender.start()
         # After the process of a trainer without hooks: it may be suspect since a GPU failed.
-        earlier = self._fdstore.notices(time.monotonic())
+        watched = {source.name for source in self._sources}
+        earlier = self._fdstore.notices(time.monotonic(), watched | notices.UNWATCHED)
         for notice in earlier:
             self._post(NoticeRaised(notice))
         self._channel.start()
@@ -296,7 +297,8 @@ class Service:
         if self._notifications is not None:
             self._notifications.start()
         for source in self._sources:
-            if isinstance(source, PolledSource):  # the cloud may have withdrawn it meanwhile
+            # It may have been withdrawn meanwhile.
+            if isinstance(source, PolledSource | logind.LogindSource):
                 source.has_earlier = any(notice.source == source.name for notice in earlier)
             threading.Thread(
                 target=source.run, args=(self._post, self._stop), name=source.name, daemon=True

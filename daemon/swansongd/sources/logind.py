@@ -285,6 +285,8 @@ class LogindSource:
         self._lock_fd = lock_fd
         self._is_inherited = lock_fd is not None
         self._is_shutting_down = False
+        self.has_earlier = False
+        """Whether a notice of an earlier life of the daemon is in force, until logind has answered."""
 
     def release(self) -> None:
         """Let a shutdown in progress continue.
@@ -370,10 +372,11 @@ class LogindSource:
             is_held = self._lock_fd is not None
             if is_shutting_down and not before and not self._is_inherited:
                 self._store_lock(self._lock_fd)
+        had_earlier, self.has_earlier = self.has_earlier, False
         if is_shutting_down and not before:
             self._shutdowns += 1
             post(NoticeRaised(self._notice(how, is_held)))
-        elif before and not is_shutting_down:
+        elif (before or had_earlier) and not is_shutting_down:
             post(NoticeWithdrawn(NAME, "the shutdown was cancelled"))
 
     def _notice(self, how: str, is_held: bool) -> Notice:

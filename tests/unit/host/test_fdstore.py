@@ -21,6 +21,8 @@ from swansongd.host.stored_document import as_slot
 
 from testkit.story import a_notice
 
+SOURCES = {"aws.spot", "logind"}
+
 
 class Systemd:
     """The other end of NOTIFY_SOCKET, with a descriptor store like systemd's."""
@@ -110,19 +112,20 @@ def test_a_start_takes_the_lock_out_of_the_store(
 def test_live_notices_come_back_with_their_deadlines(
     systemd: Systemd, restart: Callable[[], FdStore]
 ) -> None:
-    """The deadlines are the same instants of the same clock; expired notices are dropped."""
+    """The deadlines are the same instants; expired notices, and those of a removed source, are dropped."""
     early, late = a_notice(deadline_mono_s=50.0), a_notice("logind", deadline_mono_s=90.0)
     first = FdStore(systemd.notifier, {})
     first.store_notices([early, late])
     second = restart()
-    assert second.notices(now_mono_s=10.0) == [early, late]
-    assert second.notices(now_mono_s=60.0) == [late]
+    assert second.notices(10.0, SOURCES) == [early, late]
+    assert second.notices(60.0, SOURCES) == [late]
+    assert second.notices(10.0, {"logind"}) == [late]
     second.store_notices([late])
     third = restart()
-    assert third.notices(now_mono_s=10.0) == [late]
+    assert third.notices(10.0, SOURCES) == [late]
     third.store_notices([late])
     third.store_notices([])
-    assert restart().notices(now_mono_s=10.0) == []
+    assert restart().notices(10.0, SOURCES) == []
 
 
 def test_a_notice_comes_back_with_the_position_that_is_safe(
@@ -135,7 +138,7 @@ def test_a_notice_comes_back_with_the_position_that_is_safe(
         safe_at=Position("a~1", -1),
     )
     FdStore(systemd.notifier, {}).store_notices([answered])
-    assert restart().notices(now_mono_s=10.0) == [answered]
+    assert restart().notices(10.0, SOURCES) == [answered]
 
 
 def inherit(systemd: Systemd, name: str, content: bytes) -> None:
@@ -184,7 +187,7 @@ def test_unreadable_notices_are_dropped(
     """Truncated, or of another version: the sources raise their notices again."""
     for data in (content, as_slot(1, content)):
         inherit(systemd, fdstore.NOTICES, data)
-        assert restart().notices(now_mono_s=0.0) == []
+        assert restart().notices(0.0, SOURCES) == []
 
 
 def a_gpu_record() -> GpuRecord:
