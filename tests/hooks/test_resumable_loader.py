@@ -470,7 +470,7 @@ class Epochs:
 
     Args:
         work: the work at the end of each epoch: letters for scheduler, validation, best metric, a step, a
-            step of a fused optimizer.
+            step of a fused optimizer, a look at the training data.
         stop_at: number of the snapshot at which it is preempted.
     """
 
@@ -503,8 +503,8 @@ class Epochs:
             raise Preempted
         self.snapshots += 1
 
-    def train(self) -> list[Any]:
-        for epoch in range(self.loader.epoch, EPOCHS):
+    def train(self, epochs: int = EPOCHS) -> list[Any]:
+        for epoch in range(self.loader.epoch, epochs):
             for (batch,) in self.loader:
                 loss = self.model(batch[:, None]).square().mean()
                 self.optimizer.zero_grad()
@@ -527,6 +527,8 @@ class Epochs:
                     self.optimizer.step()
                 elif part == "e":
                     self.loader.end_epoch()
+                elif part == "l":
+                    assert len(list(self.loader)) > 1
                 else:
                     torch.rand(1)  # a validation that draws random numbers
                 self.snapshot()
@@ -561,6 +563,23 @@ def test_the_work_at_the_end_of_an_epoch_has_its_effect_once(work: str, tmp_path
         after.state.load(directory)
         assert after.train() == wanted[len(wanted) - len(after.trace) :], stop_at
         assert after.trace or stop_at == whole.snapshots - 1
+
+
+@pytest.mark.parametrize("work", ["svbl", "lsb", "vls"])
+def test_a_finished_run_with_a_look_at_its_data_trains_all_further_epochs(
+    work: str, tmp_path: Path
+) -> None:
+    """Such as ``update_bn`` or the training error: a later start with more epochs loses none of them."""
+    wanted = Epochs(work).train()
+    first = Epochs(work)
+    first.train(EPOCHS - 1)
+    first.state.before_end()
+    save_part(first.state, tmp_path)
+    generators = take_generators()
+    after = Epochs(work, seed=99)
+    after.state.load(tmp_path)
+    set_generators(generators)
+    assert after.train() == wanted[EPOCHS - 1 :]
 
 
 class Looking:

@@ -641,6 +641,7 @@ class Guard:
     def _save_end(self, step: int, until_mono_s: float) -> bool:
         """Save the end of the run and wait for its commit; returns whether it is committed."""
         before = self._session.last_committed
+        self._state.before_end()
         due = self._agreement.between_steps()
         if not self._write(Due("final", due.request_id if due is not None else ""), step):
             return False

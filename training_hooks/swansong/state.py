@@ -262,6 +262,9 @@ class Snapshots:
     def count_steps_with(self, completed_steps: Callable[[], int]) -> None:
         """Take the function that returns the number of steps that the script has reported."""
 
+    def before_end(self) -> None:
+        """The run is about to end: what only the next step would undo is undone now."""
+
     def note_boundary(self) -> None:
         """Remember the present state as that of the last step."""
 

@@ -203,6 +203,11 @@ class TrainingState(Divisible):
             loader.completed_steps = completed_steps
             ResumableLoader.saved.add(loader)
 
+    def before_end(self) -> None:
+        """A last look at the training data is no epoch: a longer run would train it."""
+        for loader in of_kind(self._objects, ResumableLoader).values():
+            loader.drop_idle_loop()
+
     # ------------------------------------------------------------ before the first step
 
     def rehearse(self) -> None:
@@ -583,8 +588,8 @@ class TrainingState(Divisible):
                 else:  # of a rank that took part: data-parallel ranks are at the same position
                     state = decode_tree(nodes[name], get)
                 if isinstance(item, ResumableLoader):
-                    # Its generators belong to another rank.
-                    state = {**state, "resume_with": None}
+                    # Its generators and its last batch belong to another rank.
+                    state = {**state, "resume_with": None, "checksum": None}
                 set_state(item, state)
             else:
                 set_state(item, decode_tree(nodes[name], get))

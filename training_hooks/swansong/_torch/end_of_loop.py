@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +20,15 @@ MOST_BYTES = 2**20
 """Size of the largest object that is copied at the end of each loop."""
 
 log = logging.getLogger("swansong")
+
+
+class _Copy(NamedTuple):
+    """The states after the last batch of an epoch."""
+
+    number: int
+    states: dict[str, Any]
+    versions: dict[str, int]
+    """Number of changes of each module and optimizer."""
 
 
 class EndOfLoop:
@@ -34,18 +44,19 @@ class EndOfLoop:
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self._objects = objects
+        self._numbers = itertools.count()
         self._loaders = of_kind(objects, ResumableLoader).values()
-        self._states: dict[str, Any] = {}
-        self._versions: dict[str, int] = {}
         for loader in self._loaders:
-            loader.on_loop_end = self._copy
+            loader.copy_states = self._copy
 
     def states(self) -> dict[str, Any]:
         """Return the states to save instead of the current ones, by object; of an optimizer its groups."""
-        if not any(loader.repeats_end for loader in self._loaders):
+        copies = [loader.copied_at_end for loader in self._loaders if loader.repeats_end]
+        if not copies:
             return {}
+        newest = max(copies, key=lambda each: each.number)
         versions = self._versions_now()
-        changed = {name for name, count in versions.items() if count != self._versions[name]}
+        changed = {name for name, count in versions.items() if count != newest.versions[name]}
         for name in sorted(changed):
             if isinstance(self._objects[name], torch.nn.Module):
                 log.warning(
@@ -54,11 +65,10 @@ class EndOfLoop:
                     name,
                 )
         # An optimizer whose weights changed, such as a schedule-free one, has groups that belong to them.
-        return {name: state for name, state in self._states.items() if name not in changed}
+        return {name: state for name, state in newest.states.items() if name not in changed}
 
-    def _copy(self) -> None:
-        self._versions = self._versions_now()
-        self._states = {}
+    def _copy(self) -> _Copy:
+        states: dict[str, Any] = {}
         for name, item in self._objects.items():
             if isinstance(item, torch.nn.Module | ResumableLoader):
                 continue
@@ -72,9 +82,10 @@ class EndOfLoop:
                 else:
                     state = item if isinstance(item, dict) else state_of(item)
                 if _size(state) <= MOST_BYTES:
-                    self._states[name] = copy.deepcopy(state)
+                    states[name] = copy.deepcopy(state)
             except Exception as error:
                 log.warning("%s cannot be copied at the end of the epoch: %s", name, error)
+        return _Copy(next(self._numbers), states, self._versions_now())
 
     def _versions_now(self) -> dict[str, int]:
         """Return, for each module and optimizer, the number of changes of its weights and buffers."""

@@ -79,8 +79,10 @@ class ResumableLoader:
         self.loader = loader
         self.completed_steps: Callable[[], int] | None = None
         """Returns the number of reports of a step in this process; None without a guard."""
-        self.on_loop_end: Callable[[], None] = lambda: None
-        """Called after the last batch of each epoch."""
+        self.copy_states: Callable[[], Any] = lambda: None
+        """Copies other states after the last batch of each epoch."""
+        self.copied_at_end: Any = None
+        """What it returned last."""
         self._inner = find_data_loader(loader)
         if self._inner is not None:
             _make_repeatable(self._inner)
@@ -208,6 +210,15 @@ class ResumableLoader:
         self._is_ended = self._was_left = self._has_steps = False
         self._opened_at = None
         self._drawn_with.clear()
+
+    def drop_idle_loop(self) -> None:
+        """Return to the position before the last loop if it is over and has reported no step."""
+        if not (self._loop_is_over and self._was_idle):
+            return
+        self.return_to(self._before)
+        self._iteration, self._yielded = None, 0
+        if self._restored is not None:
+            _pending.add(self)
 
     # ------------------------------------------------------------ the state
 
@@ -408,7 +419,7 @@ class ResumableLoader:
         self._has_steps |= self._steps_at_end > self._steps_at_begin
         if self._is_ended:
             self._ended_with = self._take()
-            self.on_loop_end()
+            self.copied_at_end = self.copy_states()
 
     def _is_last(self, batches: int) -> bool:
         try:
@@ -442,10 +453,7 @@ class ResumableLoader:
                 self._yielded,
             )
             self._has_warned = True
-        self.return_to(self._before)
-        self._iteration, self._yielded = None, 0
-        if self._restored is not None:
-            _pending.add(self)
+        self.drop_idle_loop()
 
     # ------------------------------------------------------------ after a restore
 
@@ -541,7 +549,7 @@ class ResumableLoader:
 
 _PLACE = (
     "_epoch", "_batches", "_begun_with", "_ended_with", "_is_ended", "_was_left", "_has_steps", "_last",
-    "_steps_at_begin", "_steps_at_end", "_restored", "_restored_checksum",
+    "_steps_at_begin", "_steps_at_end", "_restored", "_restored_checksum", "copied_at_end",
 )  # fmt: skip
 """Attributes of a loader that determine its position."""
 _pending: weakref.WeakSet[ResumableLoader] = weakref.WeakSet()
