@@ -37,7 +37,20 @@ def temporary_files(root: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "key", ["", "/etc/x", "../x", "a/../b", "a/./b", "a//b", "a/", "..", ".swansong-tmp/x", "a\0b"]
+    "key",
+    [
+        "",
+        "/etc/x",
+        "../x",
+        "a/../b",
+        "a/./b",
+        "a//b",
+        "a/",
+        "..",
+        ".swansong-tmp/x",
+        "a/.x",
+        "a\0b",
+    ],
 )
 def test_no_key_leaves_the_directory(files: FileStore, root: Path, key: str) -> None:
     """Every call refuses a key that would name a file elsewhere, or an internal one."""
@@ -55,11 +68,14 @@ def test_no_key_leaves_the_directory(files: FileStore, root: Path, key: str) -> 
     assert temporary_files(root) == []
 
 
-def test_links_are_not_objects(files: FileStore, root: Path, tmp_path: Path) -> None:
-    """A symbolic link in the directory is neither listed nor followed."""
+def test_links_and_hidden_files_are_not_objects(
+    files: FileStore, root: Path, tmp_path: Path
+) -> None:
+    """A symbolic link in the directory is neither listed nor followed, and files of NFS are not listed."""
     (tmp_path / "secret").write_bytes(b"secret")
     (root / "link").symlink_to(tmp_path / "secret")
     (root / "directory").symlink_to(tmp_path)
+    (root / ".nfs0000000000000001").write_bytes(b"a deleted object that a process has open")
     assert list(files.list("")) == []
     assert files.head("link") is None
     with pytest.raises(StoreError):

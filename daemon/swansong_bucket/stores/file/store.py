@@ -53,7 +53,7 @@ from swansong_bucket.stores.file.io import (
     write_all,
     write_body,
 )
-from swansong_bucket.stores.file.tree import MARKER, RESERVED, TEMPORARY, Tree
+from swansong_bucket.stores.file.tree import HIDDEN, RESERVED, TEMPORARY, Tree
 
 PAGE_KEYS = 20_000
 """Objects of a page, which is in memory."""
@@ -312,7 +312,8 @@ class FileStore(ObjectStore):
 def _names(key: str) -> list[str]:
     """The names of a key's directories and file."""
     names = key.split("/")
-    if any(name in ("", ".", "..") for name in names) or names[0] in RESERVED or "\0" in key:
+    is_place = all(name not in ("", ".", "..") for name in names) and names[0] not in RESERVED
+    if not is_place or names[-1].startswith(HIDDEN) or "\0" in key:
         raise Permanent(f"{key!r:.200} is not a key of a file store")
     return names
 
@@ -377,7 +378,7 @@ def _walk(
                 elif (
                     key.startswith(prefix)
                     and key > after
-                    and key != MARKER
+                    and not name.startswith(HIDDEN)
                     and entry.is_file(follow_symlinks=False)
                 ):
                     yield key, entry.stat(follow_symlinks=False)

@@ -31,6 +31,8 @@ TEMPORARY = ".swansong-tmp"
 """Directory in the root for unpublished files."""
 RESERVED = (MARKER, TEMPORARY)
 """Names in the root that cannot be keys."""
+HIDDEN = "."
+"""Files whose names begin with it are no objects: NFS renames an open file that is deleted to ``.nfs01``."""
 FORMAT = "swansong-store"
 VERSION = 1
 _MARKER_BYTES_MAX = 4096
