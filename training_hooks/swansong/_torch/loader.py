@@ -82,7 +82,7 @@ class ResumableLoader:
         self.copy_states: Callable[[], Any] = lambda: None
         """Copies other states after the last batch of each epoch."""
         self.copied_at_end: Any = None
-        """What it returned last."""
+        """The copy of the last loop."""
         self._inner = find_data_loader(loader)
         if self._inner is not None:
             _make_repeatable(self._inner)
