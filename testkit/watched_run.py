@@ -24,9 +24,7 @@ RUN = "my-run"
 class WatchedRun:
     """The run, its cloud and its Prometheus."""
 
-    vm: Vm
     daemon: Process
-    trainer: Process
     aws: Aws
     bucket: Bucket
     nvml: FakeNvml
@@ -44,14 +42,6 @@ class WatchedRun:
         self.bucket.order("outage", seconds=600)
         self.aws.notice("terminate", in_s=3)
         self.daemon.lines.wait(event="verdict", verdict="PARTIAL")
-
-    def kill_the_daemon(self) -> None:
-        """SIGKILL; the next daemon serves its metrics at the same address."""
-        address = self.daemon.lines.wait(event="metrics_served")["address"]
-        self.daemon.kill()
-        text = self.vm.config.read_text()
-        self.vm.config.write_text(text.replace("127.0.0.1:0", address))
-        self.daemon = self.vm.start_daemon(**self.nvml.environment)
 
 
 def _accept_all(peer: Peer) -> None:
@@ -108,9 +98,9 @@ def watched_run(directory: Path, *, warm: str | None = None) -> Iterator[Watched
         prometheus = stack.enter_context(Prometheus(directory, targets, RULES))
         # Smaller sets are no sample of the bandwidth, and the margin would be unknown.
         sizes = ("--every-steps", "100", "--size-bytes", "3000000")
-        trainer = vm.start_trainer(*sizes, script=str(TRAINERS / "witness.py"))
+        vm.start_trainer(*sizes, script=str(TRAINERS / "witness.py"))
         daemon.lines.wait(event="mirrored")
-        yield WatchedRun(vm, daemon, trainer, aws, bucket, nvml, prometheus)
+        yield WatchedRun(daemon, aws, bucket, nvml, prometheus)
 
 
 def _made(directory: Path) -> Path:
