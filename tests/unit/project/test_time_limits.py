@@ -10,8 +10,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import pytest
-
 from testkit.time_limits import RUNNING_ENV
 from testkit.waiting import is_running, until
 
@@ -26,17 +24,11 @@ from hypothesis import given, strategies as st
 @given(st.integers())
 def test_spins_in_hypothesis(number):
     print("printed by the test")
+    asleep = [sys.executable, "-c", "import signal; signal.pause()"]
+    child = subprocess.Popen(asleep, start_new_session=True)
+    pathlib.Path(os.environ["CHILD"]).write_text(str(child.pid))
     while True:
         pass
-
-
-def test_catches_all_exceptions():
-    while True:
-        try:
-            while True:
-                pass
-        except BaseException:
-            pass
 
 
 def test_holds_the_interpreter_lock():
@@ -52,19 +44,6 @@ def hangs_at_its_end():
 
 def test_fails_and_hangs_in_a_fixture(hangs_at_its_end):
     assert False
-
-
-def test_waits_for_a_child():
-    asleep = [sys.executable, "-c", "import signal; signal.pause()"]
-    child = subprocess.Popen(asleep, start_new_session=True)
-    pathlib.Path(os.environ["CHILD"]).write_text(str(child.pid))
-    child.wait()
-
-
-@pytest.mark.timeout(0.5, func_only=True)
-def test_with_a_limit_of_its_own():
-    while True:
-        pass
 
 
 def test_passes():
@@ -117,14 +96,5 @@ def test_each_test_that_hangs_is_ended_and_named(tmp_path: Path) -> None:
     assert "printed by the test" in text
     assert re.search(r"test_spins_in_hypothesis exceeded its time limit of 1 s", text)
     assert re.search(r"repeat its examples with --hypothesis-seed=\d+", text)
-    assert re.search(r"test_with_a_limit_of_its_own exceeded its time limit of 0.5 s", text)
     child = int((tmp_path / "child").read_text())
     until(lambda: not is_running(child), timeout_s=10, what="the end of the child of a test")
-
-
-@pytest.mark.parametrize("name", ["test_spins_in_hypothesis", "test_holds_the_interpreter_lock"])
-def test_without_workers_pytest_itself_ends(tmp_path: Path, name: str) -> None:
-    """It prints where the test hangs, and fails."""
-    code, text = run_pytest(tmp_path, "-k", name)
-    assert code == 1
-    assert re.search(rf"test_hanging.py.* in {name}", text), text
