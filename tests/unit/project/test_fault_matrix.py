@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import ast
+import re
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -35,9 +35,8 @@ WITHOUT_TEST = "docs"
 
 def marked(source: str) -> Iterator[str]:
     """The rows in ``pytest.mark.fault(...)`` anywhere in a file."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.fault":
-            yield from (ast.literal_eval(argument) for argument in node.args)
+    for arguments in re.findall(r"\bpytest\.mark\.fault\(([^)]*)\)", source):
+        yield from re.findall(r'"([^"]+)"', arguments)
 
 
 @cache

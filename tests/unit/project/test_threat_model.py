@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from functools import cache
 
@@ -17,8 +16,8 @@ TESTS, DOCS = REPOSITORY / "tests", REPOSITORY / "docs"
 def functions(file: str) -> set[str]:
     """Names of the tests in a file."""
     path = TESTS / file
-    tree = ast.parse(path.read_text() if path.is_file() else "")
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    text = path.read_text() if path.is_file() else ""
+    return set(re.findall(r"^ *def (test_\w+)\(", text, re.MULTILINE))
 
 
 def test_every_test_that_a_page_names_exists() -> None:
