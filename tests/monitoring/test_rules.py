@@ -115,12 +115,6 @@ def test_the_alerts_on_the_textfile_watch_the_file_of_the_daemon_only(
                 assert is_watched == (file == "swansong.prom")
 
 
-def test_the_docs_name_the_file_that_the_alert_watches() -> None:
-    """The alert never fires for a textfile of another name."""
-    text = (REPOSITORY / "docs/operations/monitoring.md").read_text()
-    assert re.search(r"alerts find the file by its name: call it `swansong\.prom`", text)
-
-
 def test_the_docs_name_the_alert_of_a_daemon_that_refuses_its_configuration() -> None:
     """Such a daemon has no textfile, so its age tells nothing."""
     text = (REPOSITORY / "docs/operations/monitoring.md").read_text()

@@ -138,21 +138,6 @@ def test_the_suffix_of_a_key_is_its_unit(key: str, reader: Reader) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("run__mtbf", "mtbf_s"),
-        ("sources__end_lead", "end_lead_s"),
-        ("sources__max_run_duration", "max_run_duration_s"),
-        ("flush__chunk_size", "chunk_bytes"),
-    ],
-)
-def test_the_error_for_a_key_without_its_unit_names_the_right_key(old: str, new: str) -> None:
-    """The error names the key that carries the unit."""
-    (problem,) = problems_of(with_values(**{old: 10}))
-    assert problem == f"{old.replace('__', '.')}: unknown key; did you mean {new}?"
-
-
-@pytest.mark.parametrize(
     "body",
     [
         with_values(notify__webhok_url="secret"),
@@ -458,17 +443,6 @@ def test_each_job_has_its_own_socket(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path.write_text(f"trainer = 5\n{minimal}")
     with pytest.raises(ConfigError, match="trainer: is not a table"):
         load(path)
-
-
-def test_the_environment_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is the only source of configuration."""
-    for section, keys in section_keys().items():
-        for key in keys:
-            monkeypatch.setenv(f"SWANSONG_{section}_{key}".upper(), "9")
-            monkeypatch.setenv(f"SWANSONG_{key}".upper(), "9")
-    assert parse(MINIMAL) == parse(MINIMAL)
-    assert parse(MINIMAL).flush.connections == 32
-    assert parse(MINIMAL).trainer.socket == Path("/run/swansong/trainer.sock")
 
 
 # ---------------------------------------------------------------- metrics

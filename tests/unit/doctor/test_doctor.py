@@ -49,7 +49,6 @@ from swansong_tools.doctor.host import (
     judge_delay,
     judge_paths,
     judge_unit,
-    seconds,
     written_directories,
 )
 from swansong_tools.doctor.installation import (
@@ -63,7 +62,7 @@ from swansong_tools.doctor.installation import (
 )
 from swansong_tools.doctor.sandbox import failed_to_run, unit_text
 from swansong_tools.doctor.staging import Room, judge_devices, judge_parents, judge_space, newest
-from swansong_tools.doctor.store import judge_disk, judge_speed, judge_transport, signing_key
+from swansong_tools.doctor.store import judge_disk, judge_transport, signing_key
 from swansong_tools.doctor.store_fixes import (
     of_credentials,
     of_refusal,
@@ -157,12 +156,6 @@ def test_a_check_that_depends_on_a_failure_is_skipped() -> None:
     assert [finding.level.value for finding in found] == [
         "failure", "skipped", "skipped", "ok", "skipped", "skipped",
     ]  # fmt: skip
-
-
-def test_a_check_that_does_not_apply_has_no_finding() -> None:
-    """Something that is not configured is not examined."""
-    check = Check("host", "a", "", lambda _: ok("well"), applies=lambda _: None)
-    assert list(examine(installation(), [check])) == []
 
 
 def test_a_check_whose_condition_or_fix_fails_is_a_finding() -> None:
@@ -473,23 +466,11 @@ def test_only_root_and_the_daemon_can_replace_staging(
     assert judged.level == level
 
 
-def test_time_spans_of_systemd() -> None:
-    """The format of ``systemctl show``."""
-    spans = ["2min 30s", "45s", "500ms", "1h 1min", "1.5s", "0", "infinity", ""]
-    assert [seconds(span) for span in spans] == [150, 45, 0.5, 3660, 1.5, 0, None, None]
-
-
 def test_accounts() -> None:
     """One finding names everything that is missing."""
     assert judge_accounts(user=True, group=True).level is Level.OK
     missing = judge_accounts(user=False, group=False)
     assert missing.found == "user swansong and group swansong-trainers do not exist"
-
-
-def test_speed_shows_the_bytes_that_fit_into_a_notice() -> None:
-    """The bandwidth is multiplied by the grace period minus the reserve."""
-    assert "10 GB fit into the 20 s" in judge_speed(GB, 2.0, 20.0).found
-    assert "without the right to delete, 500 MB stay" in judge_speed(GB, 2.0, 20.0, GB // 2).found
 
 
 def test_grace_periods_of_the_clouds() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from swansong_bucket.loss_records import LOST, PARTS, GenerationEnd, Life, Resumption, lost_gpu_s
 from swansong_tools.economics import loss as losses
-from swansong_tools.economics.loss import GOODPUT, HOUR_S, WINDOWS_MAX, Loss, loss
+from swansong_tools.economics.loss import HOUR_S, WINDOWS_MAX, Loss, loss
 
 BEGUN_S = 1_800_000_000.0
 durations = st.floats(0.0, 5000.0)
@@ -290,12 +290,6 @@ def test_a_clock_that_is_behind_is_marked() -> None:
     assert found.down_s == 0.0
     (sound,) = of([first, second]).interruptions
     assert not sound.is_skewed
-
-
-def test_each_part_has_a_name_of_googles_library() -> None:
-    """No part is left out of the categories."""
-    found = of(told([Stay((1.0,) * 6, 1, 1.0, 0, 1.0, 1.0)]))
-    assert set(found.parts_s) == set(GOODPUT)
 
 
 def test_one_resumption_has_the_loss_of_its_interruption() -> None:

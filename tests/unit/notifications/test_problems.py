@@ -102,30 +102,6 @@ def trained(own_fd: int | None = None) -> Watched:
     return story
 
 
-def test_safe_answers_several_notices() -> None:
-    """They are one problem: SAFE ends it, although it answers three notices."""
-    story = trained()
-    story.notice(900, "aws.rebalance", severity=Severity.ADVISORY)
-    story.notice(100, "aws.spot")
-    story.notice(90, "gcp.preempted")
-    assert story.shows == {NOTICES: True}
-    story.save(40)
-    assert story.got[-1].verdict == "SAFE"
-    assert story.shows == {NOTICES: False}
-
-
-def test_one_of_two_notices_that_is_withdrawn_leaves_the_problem_open() -> None:
-    """The message ends its notice, and the problem ends with the last one."""
-    story = trained()
-    story.notice(100, "aws.spot")
-    story.notice(90, "gcp.preempted")
-    story.withdraw("gcp.preempted")
-    assert story.got[-1].ends
-    assert story.shows == {NOTICES: True}
-    story.withdraw("aws.spot")
-    assert story.shows == {NOTICES: False}
-
-
 def test_the_shutdown_of_the_host_after_safe_opens_no_problem() -> None:
     """It is reported, and is over from the beginning."""
     story = trained()

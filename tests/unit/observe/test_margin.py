@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from swansong_bucket.model import Health, NoticeKind
 from swansong_tools.commands.view.once import print_status
 from swansongd.config.config import DeadlineConfig, SourcesConfig
@@ -213,15 +211,6 @@ def test_the_end_of_the_run_needs_no_trainer() -> None:
     story.commit(3, after_s=10.0, is_final=True)
     story.leave(is_goodbye=True)
     assert {m.fits for m in fitting(story)} == {True}
-
-
-@given(st.floats(0, 1e4), st.floats(0, 1e4))
-def test_a_longer_grace_period_never_has_less_margin(one_s: float, other_s: float) -> None:
-    kinds = (NoticeKind(source="a", grace_s=one_s), NoticeKind(source="b", grace_s=other_s))
-    found = margins(Story(notice_kinds=kinds).state)
-    spares = [margin.spare_s for margin in found if margin.spare_s is not None]
-    assert spares == sorted(spares)
-    assert len(spares) == 2
 
 
 ON_AWS = {("aws.spot", 120.0), ("aws.scheduled", 120.0)}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from swansong_bucket.model import DRILL, CommitRef, Health, NoticeKind, Severity
 from swansongd.core import machine
-from swansongd.core.events import NoticeRaised, NoticeWithdrawn, Tick, TrainerProgress
+from swansongd.core.events import NoticeRaised, Tick, TrainerProgress
 from swansongd.core.state import State
 from swansongd.observe import notifications
 from swansongd.observe.accounting import MeasuredResume, Milestones, Training
@@ -92,53 +92,12 @@ def test_a_restarted_daemon_finds_the_same_keys() -> None:
     assert [n.key for n in second.found] == [n.key for n in first.found]
 
 
-def test_a_notice_that_is_withdrawn_is_over_and_may_come_again() -> None:
-    story = Told()
-    notice = story.notice(60)
-    story.tell(NoticeWithdrawn(notice.source, "gone"))
-    begun, over = story.found
-    assert over.is_over
-    assert over.group == begun.group
-    assert begun.key.startswith(over.ends)
-
-
 def test_a_notice_that_gets_more_urgent_is_told_again() -> None:
     story = Told()
     story.notice(900, severity=Severity.ADVISORY)
     story.notice(60, severity=Severity.IMMINENT)
     assert [n.urgency for n in story.found if not n.is_over] == ["advisory", "imminent"]
     assert len({n.key for n in story.found if not n.is_over}) == 2
-
-
-@pytest.mark.parametrize("severity", [Severity.ADVISORY, Severity.SCHEDULED, Severity.IMMINENT])
-@pytest.mark.parametrize("then", [None, Severity.SCHEDULED, Severity.IMMINENT])
-@pytest.mark.parametrize("end", ["verdict", "withdrawn", "outlived"])
-def test_each_problem_that_was_told_is_over_at_its_end(
-    severity: Severity, then: Severity | None, end: str
-) -> None:
-    """Receivers such as PagerDuty close the incident of a group when its problem is over."""
-    story = Told()
-    story.join(step=40)
-    story.notice(100, "gcp.maintenance", severity=severity)
-    if then is not None and then > severity:
-        story.notice(90, "gcp.maintenance", severity=then)
-    is_urgent = max(severity, then or severity) > Severity.ADVISORY
-    if end == "verdict" and is_urgent:
-        story.serve(40)
-        story.scan()
-        story.wait(0.1)
-        assert story.found[-1].verdict == "SAFE"
-    elif end == "outlived" and is_urgent:
-        for _ in range(30):
-            story.wait(5)
-    else:
-        story.tell(NoticeWithdrawn("gcp.maintenance", "gone"))
-    is_open: dict[str, bool] = {}
-    for each in story.found:
-        is_open[each.group] = not each.is_over
-    assert story.found
-    has_failed = any(each.verdict in ("PARTIAL", "LOST") for each in story.found)
-    assert has_failed or not any(is_open.values()), story.shown()
 
 
 def test_an_outlived_notice_is_over() -> None:

@@ -20,21 +20,13 @@ def rules(path: str, text: str) -> list[tuple[int, str]]:
 
 
 CALQUES = {
-    "The VM is suspended for so long.": "It takes so long that the lease expires.",
     "At most so many parts are in flight.": "As many parts are in flight as the limit permits.",
-    "It is asked so often.": "Why is it asked so often?",
     "This upload is none.": "There is none; a value is None.",
-    "The epoch begins anew.": "The epoch begins again.",
     "The flush goes on.": "The flush continues.",
-    "The machine goes\naway.": "The machine is terminated.",
     "A crash in mid-flush is harmless.": "A crash during a flush is harmless.",
-    "The hook is kept waiting.": "The hook is held.",
     "Nobody reads the file.": "No thread reads the file as the user `nobody`.",
-    "Restart it for whoever asks.": "Restart it for each client.",
     "A page for who operates VMs.": "A page for operators.",
-    "It polls oftener.": "It polls more often.",
     "The peer waits in vain.": "The peer times out.",
-    "Only the scan is believed.": "Only the scan counts.",
 }
 
 
@@ -64,18 +56,14 @@ def test_calques_in_every_kind_of_text(path: str, text: str) -> None:
     [
         ("p.md", "opening", "What is sent is lost.\n", "Sent parts are lost. What is stored?\n"),
         ("p.md", "opening", "Who restores gets it.\n", "A restore returns it.\n"),
-        ("p.md", "opening", "**What a script prints**: x.\n", "**The output of a script**: x.\n"),
         ("p.md", "opening", "## What limits us\n", "## What is a notice?\n"),
-        ("m.py", "opening", '"""What a flush sends."""\n', '"""The bytes that a flush sends."""\n'),
         ("m.py", "opening", '"""Of the ranks, one."""\n', '"""One of the ranks."""\n'),
         ("m.py", "error", 'OSError("x is no URL")\n', 'OSError("x is not a URL")\n'),
         ("m.py", "error", 'OSError("x is no URL")\n', 'OSError("it is no longer there")\n'),
         ("m.py", "term", "clerk = 1\n", "committer = 1\n"),
-        ("m.py", "term", "class ShardSender: ...\n", "class ShardUploader: ...\n"),
         ("m.py", "term", "class Width: ...\n", "width = 1\n"),
         ("m.py", "term", "# The clerk commits.\n", "# The committer commits.\n"),
         ("m.py", "term", 'log.info("rejoin")\n', 'log.info("resume")\n'),
-        ("m.py", "term", "hello.incarnation\n", "hello.restart_id\n"),
     ],
 )
 def test_other_rules(path: str, rule: str, bad: str, good: str) -> None:

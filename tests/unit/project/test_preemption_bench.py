@@ -10,7 +10,6 @@ import boto3
 import pytest
 
 from bench.preemption.loss import Measured, split
-from bench.preemption.results import Result, markdown
 from testkit.emulators.process import EmulatorProcess
 
 
@@ -53,31 +52,6 @@ def test_the_bound_has_the_terms_of_the_goal() -> None:
     assert parts["send"] == 2.0
     assert parts["fetch"] == 3.0
     assert sum(parts.values()) == 1.0 + 2.0 + 3.0 + 0.5 + 3.0 + 5.0
-
-
-def test_swansong_is_compared_with_other_means_only() -> None:
-    """The contestant with a handover is Swansong as well, whose bound assumes a start after the power cut."""
-    runs = [
-        Result(
-            contestant=name,
-            size="1GB",
-            repeat=0,
-            notice_s=120.0,
-            pause_s=10.0,
-            load=0.0,
-            down_s=down_s,
-            bound_s=bound_s,
-        )
-        for name, down_s, bound_s in (
-            ("swansong", 8.0, 10.0),
-            ("swansong handover", 2.0, None),
-            ("transformers JIT", 80.0, None),
-        )
-    ]
-    page = markdown(runs)
-    assert page.index("**swansong handover**") < page.index("**swansong** ")
-    assert "0.80 of the bound" in page
-    assert "0.10 of that of the best other contestant, transformers JIT" in page
 
 
 def test_the_store_limits_its_rate(tmp_path: Path) -> None:

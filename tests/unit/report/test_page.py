@@ -23,7 +23,7 @@ from swansong_bucket.runs.run import Run
 from swansong_tools.commands import report_text
 from swansong_tools.economics.loss import Interruption, Loss
 from swansong_tools.report import drawing, facts, page
-from swansong_tools.report.facts import Amount, RunReport, sentences
+from swansong_tools.report.facts import Amount, RunReport
 
 from testkit import past_run
 from testkit.hostile_farewells import MARKUP, evacuations, interruptions
@@ -131,17 +131,6 @@ def test_damaged_farewells_and_objects_that_were_not_read_are_named(past_report:
     plain = "\n".join(line.plain for line in report_text.lines(made(found)))
     assert "7 older records" in plain
     assert "1 damaged record," in plain
-
-
-def test_a_notice_that_the_vm_has_outlived_is_no_lost_vm(past_report: RunReport) -> None:
-    """A drill before a preemption: training continued."""
-    drill, *others = past_report.history.evacuations.evacuations
-    again = replace(drill, evacuation_id="later", opened_wall_s=drill.opened_wall_s + 600)
-    evacuations = replace(past_report.history.evacuations, evacuations=(drill, again, *others))
-    first = made(replace(past_report.history, evacuations=evacuations)).stories[-1]
-    text = " ".join(sentences(first))
-    assert "The VM outlived this deadline" in text
-    assert "No later VM" not in text
 
 
 def test_the_newest_commit_is_one_that_a_restore_can_take(past_report: RunReport) -> None:
