@@ -7,13 +7,10 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
-from testkit import alerts_picture
 from testkit.fake_nvml import has_compiler
 from testkit.prometheus import Prometheus
 from testkit.waiting import until
@@ -57,20 +54,6 @@ def test_the_alert_of_a_partial_evacuation_fires_with_its_texts(watched: Watched
     assert found["annotations"]["summary"] == f"Run {RUN}: an evacuation ended PARTIAL"
     assert "First command" in found["annotations"]["description"]
     assert "SwansongEvacuationLost" not in watched.prometheus.firing()
-
-
-def test_a_browser_takes_the_picture_of_the_docs(watched: WatchedRun, tmp_path: Path) -> None:
-    """Headless Chromium opens the page of the alerts; ``make pictures`` writes the file."""
-    tool("chromium", "chromium")
-    alerts_picture.wait_for_the_alerts(watched.prometheus)
-    alerts_picture.take(watched.prometheus, tmp_path / "alerts.png")
-    with Image.open(tmp_path / "alerts.png") as picture:
-        reds = [
-            number
-            for number, (red, green, blue) in picture.convert("RGB").getcolors(2**20) or []
-            if red > 230 and green < 225 and blue < 225
-        ]
-    assert sum(reds) > 10_000, "the bar of the firing alert"
 
 
 def test_the_metrics_have_the_verdicts(watched: WatchedRun) -> None:

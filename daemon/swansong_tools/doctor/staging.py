@@ -21,6 +21,7 @@ from swansong_bucket.stores.file import mounts
 from swansong_tools.doctor import disks, fixes
 from swansong_tools.doctor.findings import Judgement, failure, ok, skipped, warning
 from swansong_tools.doctor.installation import DAEMON_USER, TRAINER_GROUP, Installation, account
+from swansong_tools.units import human_bytes
 
 _SPEED_BYTES = 64 * 2**20
 _BLOCK_BYTES = 2**20
@@ -195,7 +196,7 @@ def judge_space(path: Path, free: Room, newest: Room) -> Judgement:
         max(2 * newest.files, _FREE_FILES_MIN),
     )
     lacking = Room(wanted.size_bytes - free.size_bytes, wanted.files - free.files)
-    bytes_free = f"{_sized(free.size_bytes)} free in {path}"
+    bytes_free = f"{human_bytes(free.size_bytes)} free in {path}"
     if free.files < max(newest.files, _FREE_FILES_MIN):
         return failure(
             f"{path} has inodes for {free.files} more files: not enough for one checkpoint",
@@ -203,7 +204,7 @@ def judge_space(path: Path, free: Room, newest: Room) -> Judgement:
         )
     if free.size_bytes < _SPEED_BYTES and not newest.size_bytes:
         return failure(f"{bytes_free}: not enough for any checkpoint", more_room(path, lacking))
-    size = f"the newest checkpoint has {_sized(newest.size_bytes)}"
+    size = f"the newest checkpoint has {human_bytes(newest.size_bytes)}"
     if free.size_bytes < one_bytes and newest.size_bytes:
         return failure(
             f"{bytes_free}: not enough for one checkpoint; {size}", more_room(path, lacking)
@@ -239,10 +240,6 @@ def more_room(path: Path, lacking: Room) -> str:
             point = fixes.quoted(mount.point)
             return fixes.as_root(f"mount -o remount,{size}{inodes} {point}")
     return disks.make_room(path, known)
-
-
-def _sized(size_bytes: int) -> str:
-    return f"{size_bytes / 1e9:.3g} GB" if size_bytes >= 10**9 else f"{size_bytes / 1e6:.3g} MB"
 
 
 def speed(vm: Installation) -> Judgement:

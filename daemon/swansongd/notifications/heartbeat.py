@@ -43,16 +43,10 @@ class Heartbeat:
         why_silent: the reason against a call; empty if all is well.
     """
 
-    def __init__(
-        self,
-        config: NotifyConfig,
-        why_silent: Callable[[], str],
-        *,
-        deliverer: Deliverer | None = None,
-    ) -> None:
+    def __init__(self, config: NotifyConfig, why_silent: Callable[[], str]) -> None:
         self._config = config
         self._why_silent = why_silent
-        self._deliverer = deliverer or Deliverer()
+        self._deliverer = Deliverer()
         self._never = threading.Event()
         self._sent = 0
         self._failed = 0

@@ -51,13 +51,13 @@ def address(
     return found
 
 
-def token(file: str, environment: Mapping[str, str] = os.environ) -> str:
+def token(file: str) -> str:
     """The token in the file: printable ASCII without spaces.
 
     Raises:
         UnusableSecret: the file cannot be used, or contains no token.
     """
-    found = read(file, environment)
+    found = read(file)
     if not found or not found.isascii() or not found.isprintable() or " " in found:
         raise UnusableSecret(f"{file} contains no token", hint="Write the token into one line")
     return found

@@ -71,12 +71,6 @@ def test_a_bad_file_is_a_clear_error(tmp_path: Path, content: bytes, message: st
     assert message in str(raised.value)
 
 
-def test_a_missing_file_is_a_clear_error(tmp_path: Path) -> None:
-    """The error names the file and the option."""
-    with pytest.raises(ConfigError, match=r"no\.toml failed: no such file"):
-        prices("--prices", str(tmp_path / "no.toml"))
-
-
 def test_all_errors_come_at_once() -> None:
     """One run of the command shows every invalid price."""
     with pytest.raises(ConfigError) as raised:

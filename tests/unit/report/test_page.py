@@ -280,7 +280,7 @@ def checked_size(store: MemoryStore) -> None:
         assert line.cell_len < 80
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.data())
 def test_hostile_numbers_of_the_bucket_make_a_page_of_bounded_size(
     objects: dict[str, bytes], data: st.DataObject
@@ -301,7 +301,7 @@ def test_hostile_numbers_of_the_bucket_make_a_page_of_bounded_size(
     checked_size(store)
 
 
-@pytest.mark.parametrize("extreme", [1e9, -1e9, 2**53, 1e300, -1e300, math.nan, FAR_INSTANTS[1]])
+@pytest.mark.parametrize("extreme", [1e9, -1e300, math.nan, FAR_INSTANTS[1]])
 def test_each_number_of_a_farewell_at_an_extreme(
     objects: dict[str, bytes], extreme: float | str
 ) -> None:

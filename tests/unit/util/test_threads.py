@@ -80,12 +80,6 @@ def test_a_stop_raises_stopped() -> None:
     assert done == [0]
 
 
-def test_a_stop_after_the_last_task_has_no_effect() -> None:
-    stop = threading.Event()
-    parallel([1], lambda _task: stop.set(), threads=1, stop=threading.Event())
-    assert stop.is_set()
-
-
 @pytest.mark.fault("H07")
 def test_a_worker_runs_its_tasks_in_order_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of a task is logged, and does not end the thread."""
