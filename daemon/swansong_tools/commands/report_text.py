@@ -9,7 +9,7 @@ from io import StringIO
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
-from swansong_bucket.loss_records import PARTS
+from swansong_bucket.loss_records import LOST
 from swansong_bucket.model import Verdict
 
 from swansong_tools.commands.terminal import console
@@ -40,7 +40,7 @@ _VERDICTS = {
     Verdict.NO_TRAINING: "bold",
 }
 _WRAPPER = Console(file=StringIO(), width=WIDTH)
-_PARTS = ("stall", "redone", *PARTS, "unknown", "saves")
+_PARTS = (*LOST, "unknown", "saves")
 
 
 def show(report: RunReport) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from swansong_bucket.loss_records import PARTS, GenerationEnd, Life, Resumption
+from swansong_bucket.loss_records import LOST, GenerationEnd, Life, Resumption
 from swansong_bucket.model import CheckpointKind, CommitRef, Verdict
 from swansong_bucket.runs.run import FarewellFacts, RecordedCommit
 
@@ -27,8 +27,6 @@ LATE_S = 60.0
 :data:`SETTLED_AFTER_S` is for its upload, and for clocks that differ."""
 DEADLINE_S_MAX = 1800.0
 """A deadline holds a verdict back for this long after its farewell at most: farewells are not signed."""
-LOSS_PARTS = ("stall", "redone", *PARTS)
-"""The parts of the loss of a recorded interruption."""
 _MERIT = {
     verdict: merit
     for merit, verdict in enumerate(
@@ -230,7 +228,7 @@ def _begun(own: Resumption) -> Life:
 
 def lost_gpu_s(interruptions: Iterable[Interruption]) -> dict[str, float]:
     """GPU seconds of the interruptions, by part."""
-    total: defaultdict[str, float] = defaultdict(float, dict.fromkeys(LOSS_PARTS, 0.0))
+    total: defaultdict[str, float] = defaultdict(float, dict.fromkeys(LOST, 0.0))
     for each in interruptions:
         for part, gpu_s in each.lost_parts_gpu_s.items():
             total[part] += gpu_s

@@ -22,7 +22,7 @@ BARS_MAX = 40
 _RATE_S_MIN = 0.01
 """Samples closer than this give no bandwidth."""
 _ENDED = ("request_failed", "withdrawn", "verdict")
-_RESUMING = {
+RESUMING = {
     "cloud": ("No VM", "From the last step until the next VM boots."),
     "boot": ("Boot", "From the start of the kernel to the start of the daemon."),
     "start": (
@@ -368,7 +368,7 @@ def _next_vm(
         note = human_span(seconds)
         if part == "fetch" and resumption is not None:
             note += _fetched(resumption)
-        name, explained = _RESUMING[part]
+        name, explained = RESUMING[part]
         if part == "cloud" and not has_new_vm:
             name = "No daemon"
         yield Lane(name, note, (bar,), explained)

@@ -15,6 +15,7 @@ from swansong_bucket.format.farewell import Fact
 from swansong_bucket.model import Verdict
 
 from swansong_tools.report import drawing, facts
+from swansong_tools.report.course import RESUMING
 from swansong_tools.report.facts import RunReport
 from swansong_tools.units import counted, human_bytes, human_s, human_span, minute, second
 
@@ -115,11 +116,6 @@ def _values(report: RunReport) -> dict[str, Any]:
 PART_NAMES = {
     "stall": ("Stall", "Training stood still for the checkpoints of the evacuation."),
     "redone": ("Redone", "Training time of steps that had to be done again."),
-    "cloud": ("No VM", "From the last step until the next VM booted."),
-    "boot": ("Boot", "From the start of the kernel to the start of the daemon."),
-    "start": ("Start", "Until the trainer asked for its checkpoint."),
-    "fetch": ("Fetch", "Until the daemon had fetched the checkpoint."),
-    "load": ("Load", "The trainer loaded the checkpoint."),
-    "warm_up": ("First step", "Until the first new step was completed."),
+    **RESUMING,
     "unknown": ("Unknown", "The resume was not recorded."),
 }

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import pytest
-from swansong_bucket.loss_records import Resumption
+from swansong_bucket.loss_records import LOST, Resumption
 from swansong_bucket.model import CheckpointKind, CommitRef, Verdict
 from swansong_bucket.runs.run import FarewellFacts, RecordedCommit
 from swansong_tools.exporter import figures
@@ -201,11 +201,11 @@ def test_a_new_resumption_changes_no_older_interruption() -> None:
     """Each part of the loss only rises, also over a gap in the records."""
     records = run_of(12)
     del records[5]  # not recorded: the next resumption has its end all the same
-    before = (0, dict.fromkeys(figures.LOSS_PARTS, 0.0))
+    before = (0, dict.fromkeys(LOST, 0.0))
     for number in range(1, 13):
         found = lost({each: record for each, record in records.items() if each <= number})
         assert found[0] >= before[0]
-        assert all(found[1][part] >= before[1][part] - 1e-6 for part in figures.LOSS_PARTS)
+        assert all(found[1][part] >= before[1][part] - 1e-6 for part in LOST)
         before = found
     assert before[0] == 10  # 12 VMs, and 4 to 5 is not recorded
 
@@ -216,7 +216,7 @@ def test_a_resumption_cannot_follow_itself() -> None:
         3: resumed(3, earlier=3, at_s=NOW_S, start=5),
         4: resumed(4, earlier=9, at_s=NOW_S, start=5),
     }
-    assert lost(forged) == (0, dict.fromkeys(figures.LOSS_PARTS, 0.0))
+    assert lost(forged) == (0, dict.fromkeys(LOST, 0.0))
 
 
 # ---------------------------------------------------------------- mirror
