@@ -221,14 +221,6 @@ def test_a_token_fits_into_a_header(given_answers: list[MetadataResponse]) -> No
         assert 0 < len(value) <= 1024
 
 
-@given(headers)
-def test_any_date_is_a_date_or_none(fields: dict[str, str]) -> None:
-    """The local clock is used if the server's date cannot be parsed."""
-    fixed = ASKED.by_server_clock(MetadataResponse(200, fields, b""))
-    assert fixed.mono_s == ASKED.mono_s
-    assert math.isfinite(fixed.wall_s)
-
-
 GCP: list[Callable[[], GcpSource]] = [
     lambda kind=kind: kind(GcpOptions(assumed_grace_s=GRACE_S, clocks=CLOCKS, boot_id="b"))
     for kind in (GcpPreemptedSource, GcpMaintenanceSource, GcpUpcomingSource, GcpStopSource)

@@ -23,16 +23,6 @@ def test_an_entry_has_its_instant_and_its_facts() -> None:
     ]
 
 
-def test_a_second_farewell_has_the_entries_of_the_first_and_more() -> None:
-    """The verdict of an evacuation can improve: entries are appended, and none changes."""
-    timeline = Timeline("e1", 0.0)
-    timeline.add(Mark("e1", "notice"), 0.0)
-    first = [dict(entry) for entry in timeline.entries]
-    timeline.add(Mark("e1", "committed", (("step", 6),)), 9.0)
-    assert timeline.entries[:1] == first
-    assert timeline.entries[1]["phase"] == "committed"
-
-
 def test_a_timeline_is_bounded_and_has_both_ends() -> None:
     """Of 2000 entries the first ones, the last ones and the number of the others remain."""
     timeline = Timeline("e1", 0.0)
