@@ -56,22 +56,6 @@ def test_the_alert_of_a_partial_evacuation_fires_with_its_texts(watched: Watched
     assert "SwansongEvacuationLost" not in watched.prometheus.firing()
 
 
-def test_the_metrics_have_the_verdicts(watched: WatchedRun) -> None:
-    """Both evacuations count, and the newest verdict is PARTIAL."""
-    prometheus = watched.prometheus
-    one(prometheus, 'swansong_last_verdict{verdict="PARTIAL"} == 1')
-    for verdict in ("SAFE", "PARTIAL"):
-        one(
-            prometheus, f'swansong_evacuations_total{{source="aws.spot", verdict="{verdict}"}} == 1'
-        )
-    one(prometheus, 'swansong_evacuation_phase_seconds_count{phase="commit"} > 0')
-
-
-def test_the_alert_of_the_failed_store_is_active(watched: WatchedRun) -> None:
-    """The alert is pending for two minutes, because most outages are shorter, and then fires."""
-    one(watched.prometheus, 'ALERTS{alertname="SwansongStoreDown"}')
-
-
 def test_the_recorded_series_exist(watched: WatchedRun) -> None:
     """Each recording rule has a value; a run without a resumption has a loss of 0."""
     for name in (

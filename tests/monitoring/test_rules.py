@@ -61,13 +61,6 @@ def test_each_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
     assert set(cases) == {(name, fires) for name in ALERTS for fires in (True, False)}
 
 
-def test_the_tests_evaluate_all_groups_in_their_order() -> None:
-    """promtool takes a random order otherwise."""
-    for path in TESTS:
-        order = yaml.safe_load(path.read_text())["group_eval_order"]
-        assert order == [group["name"] for group in groups()]
-
-
 def test_each_metric_of_a_rule_is_in_the_tables() -> None:
     """No rule waits for a series that nothing exports, or for a label that it does not have."""
     known = tables()
