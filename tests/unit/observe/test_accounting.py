@@ -189,6 +189,7 @@ def test_a_rollback_is_recorded_by_its_own_start() -> None:
     at(story, 1.0, TrainerProgress(1, 43, step_s=1.0))
     record = story.resumes[-1]
     assert (record.generation, record.milestones.start_step) == (3, 42)
+    assert record.milestones.bytes_fetched == 0, "the download was that of the start before"
 
 
 def test_each_start_of_a_job_over_several_vms_is_recorded() -> None:
@@ -210,26 +211,6 @@ def test_each_start_of_a_job_over_several_vms_is_recorded() -> None:
     assert [record.generation for record in records] == [3, 4]
     assert [record.milestones.start_step for record in records] == [40, 40]
     assert [(record.training.node, record.training.nodes) for record in records] == [(1, 2), (1, 2)]
-
-
-def test_late_reports_of_a_start_are_no_resume_of_the_next_one() -> None:
-    """The second rank reports start and step after the resume is recorded; then the trainer starts again."""
-    story = Accounted(newest=NEWEST)
-    for rank in (0, 1):
-        story.join(rank + 1, rank=rank, ranks=2, start_id="s1")
-    for rank in (0, 1):
-        at(story, 0.1, TrainerProgress(rank + 1, 40, start_id="s1"))
-        story.progress(41, rank + 1)
-    assert [record.generation for record in story.resumes] == [2]
-    for rank in (0, 1):
-        story.leave(rank + 1)
-        story.join(rank + 3, rank=rank, ranks=2, pid=200 + rank, start_id="s2")
-    assert story.state.generation == 3
-    assert len(story.resumes) == 1
-    at(story, 5.0, TrainerProgress(3, 40, start_id="s2"))
-    story.progress(41, 3)
-    (_, record) = story.resumes
-    assert (record.generation, record.milestones.first_step) == (3, 41)
 
 
 def test_a_later_start_has_its_own_question() -> None:

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.openmetrics import exposition as openmetrics
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as parsed_open
 from prometheus_client.parser import text_string_to_metric_families as parsed
 from swansong_bucket.loss_records import LOST
 from swansong_bucket.model import (
@@ -184,24 +182,6 @@ def test_help_is_a_phrase_and_no_label_is_reserved() -> None:
 def test_promtool_accepts_the_exposition() -> None:
     """``promtool check metrics`` prints nothing."""
     check_metrics(generate_latest(full().registry))
-
-
-def test_both_formats_have_the_same_samples() -> None:
-    """The strict parser of OpenMetrics accepts the exposition."""
-    registry = full().registry
-    text, strict = (
-        {
-            (s.name, *sorted(s.labels.items())): s.value
-            for family in families
-            for s in family.samples
-        }
-        for families in (
-            parsed(generate_latest(registry).decode()),
-            parsed_open(openmetrics.generate_latest(registry).decode()),
-        )
-    )
-    assert text == strict
-    assert len(text) < 400
 
 
 def test_a_scrape_can_name_the_metrics_that_it_wants() -> None:
