@@ -13,7 +13,6 @@ from swansongd.core.events import (
     RestoreAsked,
     RolledBack,
     StartBegun,
-    StopRequested,
     TrainerJoined,
     TrainerProgress,
     TrainerSealed,
@@ -115,16 +114,6 @@ def test_a_record_waits_for_the_claim() -> None:
     assert [record.generation for record in story.resumes] == [7]
 
 
-def test_a_reconnection_is_no_resume() -> None:
-    """The first report to a restarted daemon is a step: training began before, and nothing is recorded."""
-    story = Accounted(newest=NEWEST)
-    story.join(start_id="s1")
-    story.progress(500)
-    story.progress(501)
-    story.wait(60.0)
-    assert not story.resumes
-
-
 def short(newest: CommitRef = NEWEST) -> Accounted:
     """A training that starts at step 40, and whose pace stays unknown."""
     story = Accounted(newest=newest)
@@ -153,25 +142,6 @@ def test_the_first_report_of_a_new_step_is_recorded_at_once() -> None:
     assert len(story.resumes) == 1
     story.progress(42)
     assert len(story.resumes) == 1
-
-
-def test_a_stop_without_a_new_step_records_nothing() -> None:
-    """No rank has trained from the restored state."""
-    story = short()
-    story.tell(StopRequested("stopped"))
-    assert not story.resumes
-
-
-def test_the_next_start_does_not_change_the_record_of_the_start_before_it() -> None:
-    """The first one made a step under its own generation, and the next one has none yet."""
-    story = short()
-    story.progress(41)
-    story.grants = False
-    story.tell(StartBegun(1, "s2"))
-    at(story, 1.0, TrainerProgress(1, 40, start_id="s2"))
-    assert story.state.generation is None
-    (record,) = story.resumes
-    assert (record.generation, record.milestones.first_step) == (2, 41)
 
 
 def test_a_rollback_is_recorded_by_its_own_start() -> None:

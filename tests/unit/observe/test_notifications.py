@@ -253,23 +253,13 @@ def test_a_negative_margin_is_told_and_not_during_an_evacuation() -> None:
     assert look(Watch(settle_s=15.0), story.state, 30.0, 90.0) == []
 
 
-def test_metrics_that_are_not_served_are_told_once_over_a_restart() -> None:
-    """With the reason, and again when they are served."""
-    state, failure = Story().state, "a process of user 12004 listens at 127.0.0.1:9469"
-
-    def seen(watch: Watch, metrics_failure: str, *at_s: float) -> list[Notification]:
-        facts = {"step": STEP, "wall_s": WALL_S, "metrics_failure": metrics_failure}
-        return [made for s in at_s for made in watch.look(state, now_mono_s=s, **facts)]
-
-    watch = Watch(settle_s=15.0)
-    assert seen(watch, failure, 0.0, 14.0) == []
-    (begun,) = seen(watch, failure, 15.0, 100.0)
+def test_metrics_that_are_not_served_are_told_with_the_reason() -> None:
+    failure, watch = "a process of user 12004 listens at 127.0.0.1:9469", Watch(settle_s=15.0)
+    facts: dict[str, Any] = {"step": STEP, "wall_s": WALL_S, "metrics_failure": failure}
+    assert watch.look(Story().state, now_mono_s=0.0, **facts) == []
+    (begun,) = watch.look(Story().state, now_mono_s=15.0, **facts)
     assert (begun.kind, begun.importance) == (NotificationKind.METRICS, "error")
     assert begun.reason == failure
-    restarted = Watch(settle_s=15.0, begun=set(watch.begun))
-    assert seen(restarted, "", 100.0) + seen(restarted, failure, 101.0, 200.0) == []
-    (over,) = seen(restarted, "", 201.0, 216.0, 300.0)
-    assert (over.is_over, over.group) == (True, begun.group)
 
 
 def test_a_stall_is_told_with_its_ranks() -> None:
