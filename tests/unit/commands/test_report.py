@@ -19,10 +19,12 @@ from tests.unit.commands.test_loss import names_of
 PAGE = (REPOSITORY / "docs/operations/report.md").read_text(encoding="utf-8")
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> str:
-    past_run.write(file_store(tmp_path / "bucket"))
-    return str(configuration(tmp_path, run=past_run.RUN))
+@pytest.fixture(scope="module")
+def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The configuration of a run in a store that no test changes; by default with a short name."""
+    directory, run = tmp_path_factory.mktemp("past"), getattr(request, "param", past_run.RUN)
+    past_run.write(file_store(directory / "bucket"), run)
+    return str(configuration(directory, run=run))
 
 
 def test_the_facts_are_those_of_the_loss(config: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -49,15 +51,13 @@ def test_every_field_is_explained(config: str, capfd: pytest.CaptureFixture[str]
     assert fields - named - {"run", "store", "written", "final"} == set()
 
 
+@pytest.mark.parametrize("config", ["r" * 100], indirect=True)
 @pytest.mark.parametrize("command", ["advise", "loss", "ls", "report"])
 def test_no_line_has_more_than_80_columns(
-    command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    command: str, config: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Without a terminal as in one, also for the longest name of a run; no figure is unknown."""
-    run = "r" * 100
-    past_run.write(file_store(tmp_path / "bucket"), run)
-    config = configuration(tmp_path, run=run)
-    assert main.main(["--config", str(config), command]) == 0
+    assert main.main(["--config", config, command]) == 0
     shown = capfd.readouterr().out
     assert max(map(cell_len, shown.splitlines())) <= 80, shown
     assert not re.search(r"(?<![\d,.])1 \w+s\b|\?|\de[+-]\d", shown), shown
