@@ -212,14 +212,19 @@ def test_counters_survive_a_restart_and_prune(store: MemoryStore) -> None:
     assert ("swansong_run_last_commit_step", ("r",)) not in rig.metrics()
 
 
-def test_deleted_records_lower_the_counters(store: MemoryStore) -> None:
-    """The bucket is the source: an exporter that runs and a new one agree."""
+def test_an_exporter_that_runs_and_a_new_one_agree(store: MemoryStore) -> None:
+    """The bucket is the source, also after a record was deleted and after another farewell."""
     rig = Rig(store)
     assert rig.read()
     del store.objects[KEYS.resumption(3)]
     assert rig.read()
     assert counters(rig.metrics()) == counters(metrics_of(store))
     assert rig.metrics()["swansong_run_interruptions_total", ("r", "new")] == 1
+    wall_s = "swansong_run_wall_seconds", ("r",)
+    before_s = rig.metrics()[wall_s]
+    farewell(store, 3, 400, BEGUN_S + 3000, over=True, stamp="late")
+    assert rig.read()
+    assert before_s < rig.metrics()[wall_s] == metrics_of(store)[wall_s]
 
 
 # ---------------------------------------------------------------- failures
