@@ -9,10 +9,12 @@ import pytest
 from swansong_bucket.model import CommitRef, Severity, TrainerView
 from swansongd.core.events import (
     Conclude,
+    Event,
     FenceFound,
     RestoreAsked,
     RolledBack,
     StartBegun,
+    StopRequested,
     TrainerJoined,
     TrainerProgress,
     TrainerSealed,
@@ -340,12 +342,12 @@ def test_a_fault_costs_only_the_facts_so_far() -> None:
     assert story.training.step == 48
 
 
-def test_nothing_is_reported_once_the_daemon_is_fenced() -> None:
-    """The generation belongs to another VM: a last farewell would contradict it."""
+@pytest.mark.parametrize("event", [FenceFound(9), StopRequested("stopped")], ids=["fenced", "stop"])
+def test_nothing_is_reported_once_the_daemon_ends(event: Event) -> None:
+    """After a fence the generation belongs to another VM, and a stop has a conclusion of its own."""
     story = evacuated()
     story.now += story.left_s - LAST_FAREWELL_LEAD_S / 2
-    story.tell(FenceFound(9))
-    assert story.state.starts.fenced_by == 9
+    story.tell(event)
     assert not story.farewells
 
 
