@@ -101,7 +101,7 @@ class AwsImds(Emulator):
         self._quiet = dict(self._values)
 
     def respond(self, request: Request) -> Reply:
-        if request.path.rstrip("/").endswith("/api/token"):
+        if request.path == TOKEN_PATH:
             return self._token(request)
         if request.method not in ("GET", "HEAD"):
             return _page(405, "Method Not Allowed")
@@ -116,8 +116,6 @@ class AwsImds(Emulator):
     def _token(self, request: Request) -> Reply:
         if request.method != "PUT":
             return _page(405, "Method Not Allowed")
-        if request.path.rstrip("/") != TOKEN_PATH or "X-Forwarded-For" in request.headers:
-            return _page(403, "Forbidden")
         ttl = request.headers.get(TTL_HEADER, "")
         if not (ttl.isdecimal() and 1 <= int(ttl) <= 21600):
             return _page(400, "Bad Request")

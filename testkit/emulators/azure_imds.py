@@ -75,7 +75,7 @@ class AzureImds(Emulator):
         event["EventStatus"] = "Started"
 
     def respond(self, request: Request) -> Reply:
-        if request.headers.get("Metadata") != "true" or "X-Forwarded-For" in request.headers:
+        if request.headers.get("Metadata") != "true":
             return _refused("Bad request. Required metadata header not specified")
         if "api-version" not in request.query:
             return _refused("Bad request. api-version was not specified in the request")

@@ -139,8 +139,8 @@ class GcpMetadata(Emulator):
 
     def respond(self, request: Request) -> Reply:
         flavor = request.headers.get("Metadata-Flavor")
-        if "X-Forwarded-For" in request.headers or flavor is None:
-            return _refused(403, "Missing Metadata-Flavor:Google header, or forwarded.")
+        if flavor is None:
+            return _refused(403, "Missing Metadata-Flavor:Google header.")
         if flavor != "Google":
             return _refused(404, "Not Found")
         if request.method not in ("GET", "HEAD"):
