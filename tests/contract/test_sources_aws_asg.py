@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 from structlog.testing import capture_logs
-from swansongd.sources.asg import IDENTITY_PATH, LifecycleHook
+from swansongd.sources.asg import LifecycleHook
 
 from testkit.emulators.aws_imds import TOKEN_PATH
 from testkit.emulators.process import EmulatorProcess
@@ -151,15 +151,6 @@ def test_a_service_that_hangs_blocks_no_caller(imds: str, api: str) -> None:
         until(lambda: actions(api) == [COMPLETE, COMPLETE], what="the second attempt")
 
 
-@pytest.mark.fault("N01")
-def test_metadata_that_is_late(imds: str, api: str) -> None:
-    """Without metadata no call is possible; pending calls are made as soon as it is there."""
-    control(imds, "fault", path=TOKEN_PATH, kind="status", value=503, count=4)
-    with hook(imds, api) as lifecycle:
-        lifecycle.complete()
-        until(lambda: actions(api) == [COMPLETE], what="completion")
-
-
 def test_ready_before_it_is_needed(imds: str, api: str) -> None:
     """Once started, the hook works without the metadata service, including credentials."""
     with EmulatorProcess("testkit.emulators.aws_imds") as vm, pytest.MonkeyPatch.context() as patch:
@@ -178,11 +169,3 @@ def test_preparation_is_retried(imds: str, api: str) -> None:
     with hook(imds, api) as lifecycle:
         until(lambda: lifecycle._client is not None, what="readiness")
     assert actions(api) == []
-
-
-def test_an_invalid_identity_document_is_refused(imds: str, api: str) -> None:
-    """A document without an instance id is not used, and requested again."""
-    control(imds, "fault", path=IDENTITY_PATH, kind="body", value="[]", count=3)
-    with hook(imds, api) as lifecycle:
-        lifecycle.complete()
-        until(lambda: actions(api) == [COMPLETE], what="completion")

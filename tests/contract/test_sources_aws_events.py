@@ -61,17 +61,13 @@ def source(
     session: ImdsSession | None = None,
     timeout_s: float = 5.0,
     blind_after_s: float = 30.0,
-    slept_s: list[float] | None = None,
     wall_ahead_s: float = 0.0,
 ) -> AwsSource:
     options = PollOptions(
         metadata_url=url,
         poll_interval_s=0.05,
         assumed_grace_s=25.0,
-        clocks=Clocks(
-            monotonic=lambda: time.monotonic() - sum(slept_s or ()),
-            wall=lambda: time.time() + wall_ahead_s,
-        ),
+        clocks=Clocks(wall=lambda: time.time() + wall_ahead_s),
         timeout_s=timeout_s,
         blind_after_s=blind_after_s,
         recheck_s=0.2,
@@ -106,15 +102,18 @@ def test_an_idle_value_is_the_normal_state(imds: str, kind: type[AwsSource]) -> 
     assert len(run.events) == 1
 
 
-@pytest.mark.fault("N06")
+@pytest.mark.fault("N03", "N06")
 @pytest.mark.parametrize(
     ("kind", "status"),
-    [(AwsSpotSource, 403), (AwsSpotSource, 429), *((kind, 503) for kind in KINDS)],
+    [(AwsSpotSource, 401), (AwsSpotSource, 403), *((kind, 503) for kind in KINDS)],
 )
 def test_refusals_are_unknown_and_never_withdraw(
     imds: str, kind: type[AwsSource], status: int
 ) -> None:
-    """An outage makes the source degraded, then blind, and withdraws nothing; a valid response does."""
+    """An outage makes the source degraded, then blind, and withdraws nothing; a valid response does.
+
+    So does a token that is rejected again and again.
+    """
     with SourceRun(source(kind, imds, blind_after_s=0.3)) as run:
         raise_all(imds)
         run.await_notice()
@@ -134,43 +133,16 @@ def test_refusals_are_unknown_and_never_withdraw(
 
 
 @pytest.mark.fault("N07")
-@pytest.mark.parametrize(
-    ("kind", "fault"),
-    [
-        (AwsSpotSource, "reset"),
-        (AwsSpotSource, "truncate"),
-        (AwsRebalanceSource, "hang"),
-        (AwsAsgSource, "stall"),
-        (AwsScheduledSource, "truncate"),
-    ],
-)
-def test_incomplete_responses_are_unknown(imds: str, kind: type[AwsSource], fault: str) -> None:
-    """Half a response is neither a notice nor a withdrawal; the source is degraded, and recovers."""
-    control(imds, "fault", path=PATHS[kind], kind=fault)
-    with SourceRun(source(kind, imds, timeout_s=0.3)) as run:
-        run.await_health(Health.DEGRADED)
-        raise_all(imds)
-        polls(imds, f"GET {PATHS[kind]}", 2)
-        assert run.notices == []
-        control(imds, "clear")
-        run.await_health(Health.OK)
-        run.await_notice()
-    assert len(run.notices) == 1
-
-
-@pytest.mark.fault("N07")
-@pytest.mark.parametrize("hung", [*KINDS[1:], None])
-def test_no_other_path_delays_the_spot_notice(imds: str, hung: type[AwsSource] | None) -> None:
+def test_no_other_path_delays_the_spot_notice(imds: str) -> None:
     """While another path hangs for longer than the test, spot polls continue and the notice arrives."""
-    path = PATHS[hung] if hung else LIFE_CYCLE_PATH
-    control(imds, "fault", path=path, kind="hang")
+    control(imds, "fault", path=LIFE_CYCLE_PATH, kind="hang")
     session = ImdsSession()
     with ExitStack() as stack:
         runs = [
             stack.enter_context(SourceRun(source(kind, imds, session=session, timeout_s=60)))
             for kind in KINDS
         ]
-        until(lambda: asked(imds, f"GET {path}", "hang"), what="the other path to hang")
+        until(lambda: asked(imds, f"GET {LIFE_CYCLE_PATH}", "hang"), what="the other path to hang")
         polls(imds, f"GET {SPOT_PATH}", 10)
         control(imds, "notice", action="terminate", in_s=60)
         until(lambda: runs[0].notices, what="the notice")
@@ -179,10 +151,13 @@ def test_no_other_path_delays_the_spot_notice(imds: str, hung: type[AwsSource] |
 
 @pytest.mark.fault("N03")
 def test_one_token_for_all(imds: str) -> None:
-    """All sources use the token of the first; once rejected, few of them replace it, and all recover."""
+    """All sources use the token of the first; once rejected, few of them replace it, and all recover.
+
+    Each source has one connection.
+    """
     session = ImdsSession()
     puts = f"PUT {TOKEN_PATH}"
-    before = asked(imds, puts)
+    before, connections = asked(imds, puts), asked(imds, "connections")
     with ExitStack() as stack:
         runs = []
         for kind in KINDS:
@@ -197,6 +172,7 @@ def test_one_token_for_all(imds: str) -> None:
         for kind in KINDS:
             polls(imds, f"GET {PATHS[kind]}")
         assert asked(imds, puts) == after
+        assert asked(imds, "connections") - connections == len(KINDS)
     assert [[s.health for s in run.statuses] for run in runs] == [[Health.OK]] * len(KINDS)
 
 
@@ -219,42 +195,7 @@ def test_token_is_renewed_beside_the_spot_polls(imds: str) -> None:
     assert [status.health for status in spot.statuses] == [Health.OK]
 
 
-def test_after_a_suspension_the_deadline_is_nearer(imds: str) -> None:
-    """The monotonic clock stands still during a suspension: the same notice is posted again, earlier."""
-    slept_s: list[float] = []
-    with SourceRun(source(AwsSpotSource, imds, slept_s=slept_s)) as run:
-        control(imds, "notice", action="terminate", in_s=110)
-        run.await_notice()
-        polls(imds, f"GET {SPOT_PATH}")
-        assert len(run.notices) == 1
-        # This clock goes back, so a poll that it meets is followed by a pause of as much.
-        slept_s.append(30)
-        run.await_notice(2)
-        polls(imds, f"GET {SPOT_PATH}")
-    first, again = run.notices
-    assert first.identity == again.identity
-    assert 27 < first.deadline_mono_s - again.deadline_mono_s < 33
-
-
-# ---------------------------------------------------------------- aws.rebalance, and the life cycle
-
-
-@pytest.mark.fault("N09", "N14")
-def test_recommendation_is_an_advisory(imds: str) -> None:
-    """It is raised once as an advisory, withdrawn when it vanishes, and raised again when it returns."""
-    with SourceRun(source(AwsRebalanceSource, imds)) as run:
-        control(imds, "rebalance")
-        notice = run.await_notice()
-        assert (notice.severity, notice.kind) == (Severity.ADVISORY, "rebalance")
-        assert notice.deadline_quality is DeadlineQuality.ASSUMED
-        polls(imds, f"GET {REBALANCE_PATH}")
-        assert len(run.notices) == 1
-        control(imds, "quiet")
-        run.await_withdrawal()
-        path = REBALANCE_PATH.removeprefix(META_DATA)
-        control(imds, "set", path=path, value='{"noticeTime": "2031-01-01T00:00:00Z"}')
-        run.await_notice(2)
-    assert "2031" in run.notices[1].detail
+# ---------------------------------------------------------------- the life cycle
 
 
 def test_on_demand_vm_has_no_spot_notices(imds: str) -> None:
@@ -297,47 +238,36 @@ def test_life_cycle_of_a_spot_vm_is_read_once(imds: str) -> None:
 
 
 @pytest.mark.fault("N09")
-@pytest.mark.parametrize(
-    ("state", "kind"),
-    [
-        ("Terminated", "scale-in"),
-        ("Warmed:Terminated", "scale-in"),
-        ("Warmed:Stopped", "stop"),
-        ("Warmed:Hibernated", "hibernate"),
-    ],
-)
-def test_states_that_end_the_vm(imds: str, state: str, kind: str) -> None:
-    """Each raises one notice with the assumed grace period; the same one after a restart of the daemon."""
-    with SourceRun(source(AwsAsgSource, imds)) as run:
-        asg(imds, "InService")
-        polls(imds, f"GET {ASG_PATH}")
-        asg(imds, state)
-        notice = run.await_notice()
-        assert (notice.kind, notice.severity) == (kind, Severity.IMMINENT)
-        assert notice.deadline_quality is DeadlineQuality.ASSUMED
-        assert 20 < notice.deadline_mono_s - time.monotonic() <= 25
-        polls(imds, f"GET {ASG_PATH}")
-        assert len(run.notices) == 1
-    with SourceRun(source(AwsAsgSource, imds)) as restarted:
-        again = restarted.await_notice()
-    assert again.identity == notice.identity
+def test_states_that_end_the_vm_and_states_that_do_not(imds: str) -> None:
+    """A state of the first kind is one notice, which any state of the other kind withdraws.
 
-
-@pytest.mark.parametrize("back", ["InService", "Standby", "Detached", "Warmed:Running", None])
-def test_back_in_service_withdraws(imds: str, back: str | None) -> None:
-    """A state in which the VM stays withdraws the notice, and the next transition raises it again."""
+    Its deadline is assumed, and its identity is the same after a restart of the daemon.
+    """
     with SourceRun(source(AwsAsgSource, imds)) as run:
-        asg(imds, "Terminated")
-        run.await_notice()
-        asg(imds, back)
-        withdrawn = run.await_withdrawal()
-        assert (back or "not set") in withdrawn.reason
-        asg(imds, "Terminated")
-        run.await_notice(2)
+        for number, (state, kind, back) in enumerate(
+            (
+                ("Terminated", "scale-in", "InService"),
+                ("Warmed:Terminated", "scale-in", "Standby"),
+                ("Warmed:Stopped", "stop", "Detached"),
+                ("Warmed:Hibernated", "hibernate", "Warmed:Running"),
+                ("Terminated", "scale-in", None),
+            ),
+            start=1,
+        ):
+            asg(imds, state)
+            notice = run.await_notice(number)
+            assert (notice.kind, notice.identity) == (kind, f"aws.asg:{state}")
+            assert notice.severity is Severity.IMMINENT
+            assert notice.deadline_quality is DeadlineQuality.ASSUMED
+            assert 20 < notice.deadline_mono_s - time.monotonic() <= 25
+            polls(imds, f"GET {ASG_PATH}")
+            assert len(run.notices) == number
+            asg(imds, back)
+            assert (back or "not set") in run.await_withdrawal(number).reason
 
 
 @pytest.mark.fault("N08")
-@pytest.mark.parametrize("state", ["", "terminated?", "\x1b[31m", "x" * 5000])
+@pytest.mark.parametrize("state", ["", "x" * 5000])
 def test_unknown_state_is_unknown(imds: str, state: str) -> None:
     """It neither raises nor withdraws a notice; the reason names the state."""
     with SourceRun(source(AwsAsgSource, imds)) as run:
@@ -373,15 +303,14 @@ def test_event_is_a_notice_with_its_date(imds: str) -> None:
         assert len(run.notices) == 1
 
 
-@pytest.mark.parametrize("state", ["canceled", "completed"])
-def test_finished_event_withdraws(imds: str, state: str) -> None:
+def test_finished_event_withdraws(imds: str) -> None:
     """An event that moved to the history is withdrawn, and the reason states how it ended."""
     with SourceRun(source(AwsScheduledSource, imds)) as run:
         control(imds, "schedule", code="instance-stop", in_s=3600, event_id="e-1")
         run.await_notice()
-        control(imds, "finish", event_id="e-1", state=state)
+        control(imds, "finish", event_id="e-1", state="completed")
         withdrawn = run.await_withdrawal()
-        assert state in withdrawn.reason
+        assert "completed" in withdrawn.reason
         polls(imds, f"GET {SCHEDULED_PATH}")
     assert (len(run.notices), len(run.withdrawals)) == (1, 1)
 
@@ -454,7 +383,7 @@ def test_events_that_are_over_raise_no_notice(imds: str) -> None:
 
 
 @pytest.mark.fault("N08")
-@pytest.mark.parametrize("body", ["", "{}", "[7]", '[{"EventId"', "null"])
+@pytest.mark.parametrize("body", ["", "{}", "[7]"])
 def test_an_invalid_list_is_unknown(imds: str, body: str) -> None:
     """It degrades the source, and neither raises nor withdraws a notice."""
     with SourceRun(source(AwsScheduledSource, imds)) as run:
@@ -482,7 +411,6 @@ def test_each_source_raises_its_own_notice(imds: str) -> None:
         until(lambda: len([run for run in runs if run.is_now(Health.OK)]) >= len(KINDS))
         for announce, source_name, kind in (
             (lambda: control(imds, "notice", action="hibernate", in_s=60), "aws.spot", "hibernate"),
-            (lambda: control(imds, "notice", action="terminate", in_s=60), "aws.spot", "reclaim"),
             (lambda: control(imds, "rebalance"), "aws.rebalance", "rebalance"),
             (lambda: control(imds, "schedule", code=stop, in_s=3600), "aws.scheduled", "stop"),
             (lambda: asg(imds, "Terminated"), "aws.asg", "scale-in"),

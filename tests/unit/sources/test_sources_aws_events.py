@@ -7,20 +7,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from swansong_bucket.model import DeadlineQuality, Severity
 from swansongd.sources.aws_events import (
     REBALANCE_S,
     AwsScheduledSource,
-    _events,
     parse_event,
     parse_rebalance,
 )
-from swansongd.sources.metadata import MetadataUnavailable
 from swansongd.sources.polled import ClockReading
-
-from testkit.strategies import json_values
 
 NOON = datetime(2019, 1, 21, 9, 0, tzinfo=UTC).timestamp()
 ASKED = ClockReading(mono_s=1000.0, wall_s=NOON)
@@ -107,22 +101,3 @@ def test_recommendation_is_an_advisory(body: bytes) -> None:
     assert notice.deadline_quality is DeadlineQuality.ASSUMED
     assert notice.identity == "aws.rebalance"
     assert parse_rebalance(body, ClockReading(9000.0, NOON)).identity == notice.identity
-
-
-@given(st.dictionaries(st.sampled_from(["NotBefore", "Code", "EventId", "State"]), json_values))
-def test_any_object_is_an_event(fields: dict[str, Any]) -> None:
-    """Any object in the list is a notice whose deadline is not before the poll."""
-    notice = parse_event(fields, ASKED, 25)
-    assert notice.deadline_mono_s >= ASKED.mono_s
-    assert len(notice.detail) <= 200
-
-
-@pytest.mark.fault("N08")
-@given(st.binary(max_size=100))
-def test_a_body_that_is_not_a_list_is_unknown(body: bytes) -> None:
-    """Only a list of objects is read; any other body is unknown, and never an empty list."""
-    try:
-        assert all(isinstance(item, dict) for item in _events(body))
-        assert body.strip()[:1] == b"["
-    except MetadataUnavailable:
-        assert body.strip() != b"[]"

@@ -107,12 +107,6 @@ def test_a_far_end_is_scheduled_and_a_near_one_imminent() -> None:
         assert world.poll() == []
 
 
-def test_a_start_within_the_lead_time_is_imminent() -> None:
-    """A daemon that restarts late posts the imminent notice in its first poll."""
-    world = before_end(60)
-    assert only_notice(world.poll()).severity is Severity.IMMINENT
-
-
 def test_an_end_in_the_past_is_a_warning_and_not_a_notice() -> None:
     """A setting of an earlier VM causes no evacuation, in any poll."""
     world = before_end(-1)
@@ -193,10 +187,6 @@ def test_the_earlier_of_two_ends_counts(run_s: float, identity: str) -> None:
     notice = only_notice(world.poll())
     assert notice.identity.startswith(f"deadline:{identity}")
     assert notice.deadline_mono_s == pytest.approx(1000 + min(run_s, 3600))
-
-
-def test_without_an_end_there_is_no_source() -> None:
-    assert open_sources(SourcesConfig(cloud="none"), DeadlineConfig(), boot_id="b") == []
 
 
 def test_the_source_stops_within_a_second() -> None:
