@@ -98,6 +98,16 @@ def polls(url: str, request: str, more: int = 3) -> None:
     until(lambda: asked(url, request) >= goal, what=f"{more} more of {request}")
 
 
+def woken(url: str, key: str, more: int = 2) -> None:
+    """Wait until a source of GCP has sent this many further requests; responses without a change end them."""
+    request = f"GET /computeMetadata/v1/{key}"
+    goal = asked(url, request) + more
+    until(
+        lambda: control(url, "touch", key=key) or asked(url, request) >= goal,
+        what=f"{more} more of {request}",
+    )
+
+
 def asked(url: str, request: str, outcome: str = "total") -> int:
     """The number of requests ``"GET /path"`` that an emulator counted, or of requests with some outcome."""
     counts = http("GET", f"{url}/_control/requests").json()
