@@ -19,7 +19,6 @@ from swansongd.sources.gpu_health import (
     GpuReading,
     GpuRecords,
     parse_gpus,
-    parse_line,
 )
 from swansongd.sources.xids import Fault, XidClass, xid_fault
 
@@ -231,14 +230,6 @@ def test_texts_of_the_library_are_printable_and_short() -> None:
     assert reading.uuid.isprintable()
     assert reading.name.isprintable()
     assert len(reading.name) <= 80
-
-
-@given(raw=st.binary(max_size=200))
-def test_no_line_raises_anything_else(raw: bytes) -> None:
-    try:
-        parse_gpus(parse_line(raw).get("gpus"))
-    except BoundsError:
-        pass
 
 
 @given(value=st.lists(st.fixed_dictionaries(dict.fromkeys(row(), json_values)), max_size=3))
