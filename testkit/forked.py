@@ -56,7 +56,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
     """
 
     def measured() -> int:
-        gc.collect()
+        gc.freeze()  # a collection would visit, and so copy, all objects of the tests before
         tracemalloc.start()
         work()
         return tracemalloc.get_traced_memory()[1]

@@ -23,22 +23,21 @@ from testkit.store_backends import store_at
 MIB = 2**20
 LINE = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = LINE + b"Metadata-Flavor: Google\r\nTransfer-Encoding: chunked\r\n\r\n"
-HOSTILE: dict[str, tuple[bytes, bytes]] = {
-    "90 headers of 60 KB": (LINE, b"".join(b"X-%d: %b\r\n" % (n, b"y" * 60_000) for n in range(90))),
-    "100,000 headers": (LINE, b"X: y\r\n" * 100_000),
+HEADS: dict[str, tuple[bytes, bytes]] = {
     "one header without an end": (LINE + b"X: ", b"y" * 8 * MIB),
-    "a status line without an end": (b"HTTP/1.1 200 ", b"O" * 8 * MIB),
-    "one name without an end": (LINE, b"x" * 8 * MIB),
+    "nothing of HTTP": (b"", b"SSH-2.0-OpenSSH_9.2\r\n" * 400_000),
     "interim answers": (b"", (b"HTTP/1.1 100 Continue\r\nX: " + b"y" * 15_000 + b"\r\n\r\n") * 500),
     "a chunk's size without an end": (CHUNKED, b"0" * 8 * MIB),
-    "a chunk's extension without an end": (CHUNKED + b"1;", b"x" * 8 * MIB),
     "trailers": (CHUNKED + b"1\r\n{\r\n0\r\n", b"X: y\r\n" * 100_000),
-    "a huge chunk": (CHUNKED + b"ffffffffff\r\n", b"x" * 8 * MIB),
-    "many chunks": (CHUNKED, b"400\r\n%b\r\n" % (b"x" * 1024) * 8192),
-    "a huge length": (LINE + b"Metadata-Flavor: Google\r\nContent-Length: 99999999\r\n\r\n", b"x" * 8 * MIB),
-    "no length": (LINE + b"Metadata-Flavor: Google\r\n\r\n", b"x" * 8 * MIB),
-    "nothing of HTTP": (b"", b"SSH-2.0-OpenSSH_9.2\r\n" * 400_000),
 }  # fmt: skip
+"""Responses that the parser refuses, which all requests share."""
+BODIES: dict[str, tuple[bytes, bytes]] = {
+    "a huge chunk": (CHUNKED + b"ffffffffff\r\n", b"x" * 12 * MIB),
+    "many chunks": (CHUNKED, b"400\r\n%b\r\n" % (b"x" * 1024) * 12288),
+    "a huge length": (LINE + b"Metadata-Flavor: Google\r\nContent-Length: 99999999\r\n\r\n", b"x" * 12 * MIB),
+    "no length": (LINE + b"Metadata-Flavor: Google\r\n\r\n", b"x" * 12 * MIB),
+}  # fmt: skip
+"""Responses that each kind of request refuses by its own limit."""
 
 
 def sending(head: bytes, rest: bytes) -> Script:
@@ -81,12 +80,17 @@ def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.fault("S18", "H07")
-@pytest.mark.parametrize("asker", ASKERS)
-@pytest.mark.parametrize("case", HOSTILE)
+@pytest.mark.parametrize(
+    ("asker", "case"),
+    [
+        *(("metadata", case) for case in HEADS),
+        *((asker, case) for asker in ASKERS for case in BODIES),
+    ],
+)
 def test_a_hostile_response_costs_little_memory(asker: str, case: str) -> None:
     """Unavailable or Transient, with less than 2 MB beside the body."""
     request, error, body_bytes = ASKERS[asker]
-    with RawServer(sending(*HOSTILE[case])) as server:
+    with RawServer(sending(*(HEADS | BODIES)[case])) as server:
 
         def ask() -> None:
             with pytest.raises(error):
@@ -136,9 +140,7 @@ def dripping() -> Iterator[Callable[..., RawServer]]:
 DRIPS = {
     "the head": (LINE + b"X: ", b"y"),
     "interim answers": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
-    "a body": (LINE + b"Metadata-Flavor: Google\r\nContent-Length: 60000\r\n\r\n", b"x"),
     "chunks": (CHUNKED, b"1\r\nx\r\n"),
-    "trailers": (CHUNKED + b"0\r\n", b"X"),
 }
 
 
@@ -248,30 +250,25 @@ def test_a_refusal_is_read_up_to_its_limit(kind: str, cloud_environment: None) -
 
 
 @pytest.mark.fault("H07", "O15")
-@pytest.mark.parametrize(
-    "body",
-    [
+def test_a_hostile_page_is_transient(cloud_environment: None) -> None:
+    """Deep, wide, with entities, too large, in another encoding: Transient, with at most 20 MB."""
+    for body in (
         b"<ListBucketResult>" + b"<a>" * 500_000,
         b"<ListBucketResult>" + b"<a/>" * 500_000 + b"</ListBucketResult>",
         b'<!DOCTYPE x [<!ENTITY a "%b">]><ListBucketResult>&a;</ListBucketResult>' % (b"y" * 1000),
         b"<ListBucketResult>" + b" " * 5 * MIB + b"</ListBucketResult>",
         "<?xml version='1.0' encoding='utf-16'?><ListBucketResult/>".encode("utf-16"),
         b"\xff\xfe\x00",
-    ],
-    ids=["deep", "wide", "entities", "large", "another encoding", "no text"],
-)
-def test_a_hostile_page_is_transient(body: bytes, cloud_environment: None) -> None:
-    """Deep, wide, with entities, too large, in another encoding: Transient, with at most 20 MB."""
+    ):
+        with RawServer(answering(200, body)) as server:
+            store = STORES["s3"](server.url)
 
-    with RawServer(answering(200, body)) as server:
-        store = STORES["s3"](server.url)
+            def ask(store: Any = store) -> None:
+                with pytest.raises(Transient):
+                    list(store.list(""))
 
-        def ask() -> None:
-            with pytest.raises(Transient):
-                list(store.list(""))
-
-        ask()
-        assert peak_bytes(ask) < 20 * MIB
+            ask()
+            assert peak_bytes(ask) < 20 * MIB
 
 
 @pytest.mark.fault("H07")
