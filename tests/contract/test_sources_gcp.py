@@ -39,7 +39,7 @@ def preempted(
 ) -> GcpPreemptedSource:
     options = {"hang_s": 30, "timeout_s": 40.0, **options}
     made = GcpOptions(
-        metadata_url=url, assumed_grace_s=25.0, boot_id="boot-1", retry_cap_s=0.1, **options
+        metadata_url=url, assumed_grace_s=25.0, boot_id="boot-1", poll_interval_s=0.05, **options
     )
     return GcpPreemptedSource(made, notice_s=notice_s, learn_after_s=learn_after_s)
 

@@ -68,7 +68,7 @@ def opened(
         "boot_id": "boot-1",
         "hang_s": 10,
         "timeout_s": 12.0,
-        "retry_cap_s": 0.1,
+        "poll_interval_s": 0.05,
     }
     clocks = Clocks(wall=lambda: time.time() + wall_off_s)
     return SourceRun(kind(GcpOptions(metadata_url=url, clocks=clocks, **{**settings, **options})))

@@ -258,11 +258,6 @@ class TrainerConfig:
         about="Minimum time without a step or a poll before a rank counts as stalled.",
     )
 
-    @property
-    def signal_number(self) -> int | None:
-        """Number of the configured signal on this machine; None if the key is ``none``."""
-        return read.signal_number(self.signal)
-
 
 @_section
 class DeadlineConfig:

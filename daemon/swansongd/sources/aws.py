@@ -85,7 +85,6 @@ class Imds:
         client: the connection.
         monotonic: the clock.
         session: shared with the other sources of this VM.
-        token_ttl_s: requested lifetime of a token, 1 to 21600 seconds.
     """
 
     def __init__(
@@ -94,12 +93,10 @@ class Imds:
         *,
         monotonic: Clock,
         session: ImdsSession | None = None,
-        token_ttl_s: int = TOKEN_TTL_S,
     ) -> None:
         self._client = client
         self._monotonic = monotonic
         self._session = session or ImdsSession()
-        self._token_ttl_s = token_ttl_s
         self._hop_limited = False
 
     def get(self, path: str) -> MetadataResponse:
@@ -142,7 +139,7 @@ class Imds:
         asked_mono_s = self._monotonic()
         try:
             answer = self._client.request(
-                "PUT", TOKEN_PATH, headers={TOKEN_TTL_HEADER: str(self._token_ttl_s)}
+                "PUT", TOKEN_PATH, headers={TOKEN_TTL_HEADER: str(TOKEN_TTL_S)}
             )
         except MetadataUnavailable as error:
             # A slow token gets the longest timeout before the hop limit is blamed.
@@ -162,7 +159,7 @@ class Imds:
         token = answer.body.decode("latin-1").strip()
         if not (token.isascii() and token.isprintable() and 0 < len(token) <= 1024):
             raise MetadataUnavailable("the metadata service returned an invalid token")
-        ttl_s = _granted_s(answer) or self._token_ttl_s
+        ttl_s = _granted_s(answer) or TOKEN_TTL_S
         renew_mono_s = asked_mono_s + ttl_s - min(_RENEW_BEFORE_S, ttl_s / 4)
         self._session.store_token(token, renew_mono_s)
         self._hop_limited = False

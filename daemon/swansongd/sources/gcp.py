@@ -20,7 +20,6 @@ from swansong_bucket.model import DeadlineQuality, Notice, Severity
 from swansongd.core.events import NoticeRaised
 from swansongd.sources.base import Post
 from swansongd.sources.metadata import (
-    Backoff,
     MetadataClient,
     MetadataResponse,
     MetadataUnavailable,
@@ -129,17 +128,12 @@ class GcpOptions(PollOptions):
     timeout_s: float = 12.0
     """First timeout of an HTTP exchange, longer than ``hang_s``; it adapts to a slow server.  A connection
     that is silently lost can delay a notice by this time."""
-    retry_cap_s: float = 2.0
-    """The longest delay before a retry."""
     blind_after_s: float = 30.0
 
     @property
     def timeout_max_s(self) -> float:
         """For a slow server: the time that it holds the request, and more time for the exchange."""
         return self.timeout_s + 4 * max(0.0, self.timeout_s - self.hang_s)
-
-    def backoff(self) -> Backoff:
-        return Backoff(min(0.2, self.retry_cap_s), self.retry_cap_s, self.uniform)
 
 
 class GcpSource(PolledSource):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -97,8 +96,6 @@ class PollOptions:
     recheck_s: float = 60.0
     """Poll interval while this VM does not support the source."""
     clocks: Clocks = field(default_factory=Clocks)
-    uniform: Callable[[float, float], float] = random.uniform
-    """Random source of the jitter."""
 
     @property
     def timeout_max_s(self) -> float:
@@ -108,7 +105,7 @@ class PollOptions:
     def backoff(self) -> Backoff:
         """The delays before retries."""
         interval_s = self.poll_interval_s
-        return Backoff(interval_s / 4, max(interval_s, min(2 * interval_s, 2.0)), self.uniform)
+        return Backoff(interval_s / 4, max(interval_s, min(2 * interval_s, 2.0)))
 
 
 Poller = Callable[[ClockReading], PollResult]

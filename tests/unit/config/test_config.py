@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swansong_bucket.config.values import InvalidValue, Reader
+from swansong_bucket.config.values import InvalidValue, Reader, signal_number
 from swansong_bucket.errors import ConfigError
 from swansong_bucket.stores.opening import open_mirror
 from swansongd.config.config import METADATA_TIMEOUT_S, Config, load, parse, section_keys
@@ -268,7 +268,7 @@ def test_a_credential_in_a_url_is_refused_and_not_repeated() -> None:
 def test_signals(name: str, number: int) -> None:
     """The allowed signals, by their numbers on this machine."""
     got = parsed(trainer__signal=name, trainer__unit="train.service")
-    assert got.trainer.signal_number == int(number)
+    assert signal_number(got.trainer.signal) == int(number)
 
 
 def test_a_signal_needs_exactly_one_process() -> None:
