@@ -208,13 +208,6 @@ def test_an_error_in_the_answer_costs_one_connection() -> None:
         running.wait(TrainerProgress)
 
 
-def test_a_closed_connection_of_a_running_process_is_not_an_exit(running: RunningChannel) -> None:
-    """A lost connection is posted once, as one that may return."""
-    running.joined().close()
-    (left,) = running.wait(TrainerLeft)
-    assert not left.exited
-
-
 @pytest.mark.fault("T02")
 def test_the_exit_is_posted_after_the_loss_of_the_connection(
     running: RunningChannel,

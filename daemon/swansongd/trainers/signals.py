@@ -30,7 +30,6 @@ from pathlib import Path, PurePath
 
 from swansong.fields import PROCESS_PREFIX
 from swansong_bucket.config.values import signal_number
-from swansong_bucket.errors import ConfigError
 
 from swansongd.config.config import TrainerConfig
 from swansongd.core.events import (
@@ -78,7 +77,7 @@ class SignalSender:
     """Signals the configured process, in a thread.
 
     Args:
-        signal_name: for example ``SIGUSR1``.
+        signal_name: a signal for trainers, for example ``SIGUSR1``.
         pid_file: file with the pid; takes precedence over ``unit``.
         unit: systemd unit; its main process is signalled.
         allowed_uids: users that may own the process, see :func:`users.may_be_signalled`; the pid file may
@@ -86,9 +85,6 @@ class SignalSender:
         boot_id: of this boot.
         post: takes ProcessFound whenever the process changes, SignalSent or SignalRefused, and
             SignalledExited after the end of the process.
-
-    Raises:
-        ConfigError: the signal does not exist, or is not one for trainers.
     """
 
     def __init__(
@@ -107,8 +103,7 @@ class SignalSender:
         self._looking = threading.Lock()
         self._name = signal_name
         number = signal_number(signal_name)
-        if number is None:
-            raise ConfigError([f"trainer.signal: {signal_name} is not a signal for trainers"])
+        assert number is not None  # the configuration refuses other names
         self._number = number
         self._pid_file = pid_file
         self._unit = unit

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from swansong import protocol
 from swansong_bucket.model import UNKNOWN_PARENT, Parent
-from swansongd.core.events import StartBegun, TrainerProgress
+from swansongd.core.events import TrainerProgress
 from swansongd.trainers.translate import event_of, view_of
 
 
@@ -28,7 +28,3 @@ def test_a_start_names_what_it_has_loaded(fields: dict[str, object], parent: Par
     event = event_of(1, report)
     assert isinstance(event, TrainerProgress)
     assert (event.start_id, event.parent) == ("a", parent)
-
-
-def test_a_rank_that_begins_a_start_names_it() -> None:
-    assert event_of(3, protocol.Begin("a~1")) == StartBegun(3, "a~1")
