@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The metadata server of Compute Engine: ``python -m testkit.emulators.gcp_metadata``.
 
-A change wakes every pending GET of that key and of the directories above it.  An ETag is never used twice,
-even if a value returns.  Control, in addition to :mod:`testkit.emulators.faults`::
+A change wakes every pending GET of that key.  An ETag is never used twice, even if a value returns.
+Control, in addition to :mod:`testkit.emulators.faults`::
 
     set          {"key": "instance/preempted", "value": "TRUE"}   null removes the key (404)
     touch        {"key": "instance/preempted"}                    a new ETag for the old value
@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import re
 import secrets
 import time
 from datetime import UTC, datetime, timedelta
@@ -36,7 +35,8 @@ from testkit.emulators.faults import (
 )
 
 BASE = "/computeMetadata/v1/"
-TOKEN_KEY = "instance/service-accounts/default/token"
+ACCOUNT_KEYS = "instance/service-accounts/default/"
+TOKEN_KEY = ACCOUNT_KEYS + "token"
 MAINTENANCE_KEY = "instance/maintenance-event"
 UPCOMING_KEY = "instance/upcoming-maintenance"
 STOP_KEYS = "instance/shutdown-details/"
@@ -60,8 +60,8 @@ _VALUES = {
     "instance/scheduling/automatic-restart": "FALSE",
     "instance/scheduling/on-host-maintenance": "TERMINATE",
     "instance/scheduling/preemptible": "TRUE",
-    "instance/service-accounts/default/email": _EMAIL,
-    "instance/service-accounts/default/scopes": "https://www.googleapis.com/auth/cloud-platform",
+    ACCOUNT_KEYS + "email": _EMAIL,
+    ACCOUNT_KEYS + "scopes": "https://www.googleapis.com/auth/cloud-platform",
     TOKEN_KEY: "",  # created on request
     "instance/upcoming-maintenance": "NONE",
     "instance/zone": "projects/123456789012/zones/us-central1-a",
@@ -157,40 +157,28 @@ class GcpMetadata(Emulator):
                 self._is_maintenance_watched = True
             if key in self._values:
                 return self._answer(request, key)
-            if not self._below(key):
-                return _refused(404, "Not Found")
-            if key and not key.endswith("/"):
-                return Reply(301, "", {**_HEADERS, "Location": request.path + "/"})
-            return self._answer(request, key)
-
-    def _below(self, key: str) -> list[str]:
-        prefix = key.rstrip("/") + "/" if key else ""
-        return [other for other in self._values if other.startswith(prefix)]
+            if key == ACCOUNT_KEYS and request.query.get("recursive") == "true":
+                # Without the token: a listing contains no credential.
+                names = ("email", "scopes")
+                return _json({name: self._values[ACCOUNT_KEYS + name] for name in names})
+            return _refused(404, "Not Found")
 
     def _answer(self, request: Request, key: str) -> Reply:
-        """Value or directory, at its time.  Called with ``changed`` held."""
-        recursive = request.query.get("recursive", "").lower() == "true"
+        """The value, at its time.  Called with ``changed`` held."""
         if request.query.get("wait_for_change", "").lower() == "true":
-            if key == TOKEN_KEY or (key not in self._values and not recursive):
-                return _refused(400, "This cannot be waited for.")
             timeout = request.query.get("timeout_sec")
-            if timeout is not None and not timeout.isdecimal():
-                return _refused(400, "timeout_sec is not an integer.")
+            if key == TOKEN_KEY or (timeout is not None and not timeout.isdecimal()):
+                return _refused(400, "This cannot be waited for.")
             self._wait(
                 key,
                 request.query.get("last_etag") or None,
                 None if timeout is None else int(timeout),
             )
-        if key in self._values:
-            return self._reply(key, self._token() if key == TOKEN_KEY else self._values[key])
-        below = self._below(key)
-        if not below:
+        if key not in self._values:
             return _refused(404, "Not Found")
-        if recursive:
-            tree = self._tree(key, below)
-            return self._reply(key, json.dumps(tree))
-        names = {name + slash for name, slash, _ in (k[len(key) :].partition("/") for k in below)}
-        return self._reply(key, "".join(f"{name}\n" for name in sorted(names)))
+        body = self._token() if key == TOKEN_KEY else self._values[key]
+        kind = "application/json" if body.startswith(("{", "[")) else "application/text"
+        return Reply(200, body, {**_HEADERS, "Content-Type": kind, "ETag": self._etag(key)})
 
     def _wait(self, key: str, last_etag: str | None, timeout_s: int | None) -> None:
         now = self._etag(key)
@@ -204,30 +192,11 @@ class GcpMetadata(Emulator):
             self.changed.wait(left_s)
 
     def _etag(self, key: str) -> str:
-        prefix = key if key in self._versions or not key else key.rstrip("/") + "/"
-        version = max(
-            number
-            for other, number in self._versions.items()
-            if other == key or (other.startswith(prefix) and key not in self._versions)
-        )
-        return hashlib.sha256(f"{self._salt}{version}".encode()).hexdigest()[:16]
+        return hashlib.sha256(f"{self._salt}{self._versions[key]}".encode()).hexdigest()[:16]
 
-    def _reply(self, key: str, body: str) -> Reply:
-        kind = "application/json" if body.startswith(("{", "[")) else "application/text"
-        return Reply(200, body, {**_HEADERS, "Content-Type": kind, "ETag": self._etag(key)})
 
-    def _tree(self, key: str, below: list[str]) -> dict[str, Any]:
-        tree: dict[str, Any] = {}
-        for other in below:
-            if other == TOKEN_KEY:  # a listing contains no credential
-                continue
-            *parents, leaf = map(_camel, other[len(key) :].split("/"))
-            node = tree
-            for parent in parents:
-                node = node.setdefault(parent, {})
-            value = self._values[other]
-            node[leaf] = json.loads(value) if value.startswith(("{", "[")) else value
-        return tree
+def _json(value: object) -> Reply:
+    return Reply(200, json.dumps(value), {**_HEADERS, "Content-Type": "application/json"})
 
 
 def _utc(when: datetime) -> str:
@@ -246,10 +215,6 @@ def _window(in_s: float, status: str) -> str:
             "window_start_time": _utc(begin),
         }
     )
-
-
-def _camel(name: str) -> str:
-    return re.sub(r"-(.)", lambda match: match[1].upper(), name)
 
 
 def _refused(status: int, words: str) -> Reply:
