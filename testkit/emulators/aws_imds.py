@@ -47,10 +47,11 @@ REBALANCE_KEY = "events/recommendations/rebalance"
 ASG_KEY = "autoscaling/target-lifecycle-state"
 SCHEDULED_KEY = "events/maintenance/scheduled"
 HISTORY_KEY = "events/maintenance/history"
+ROLES_KEY = "iam/security-credentials"
 
 _REGION = "us-east-1"
 _INSTANCE = "i-0123456789abcdef0"
-_TYPE = "p4d.24xlarge"
+_ROLE = "swansong"
 
 _EVENT = "instance-event-0d59937288b749b32"
 _MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
@@ -71,30 +72,19 @@ class AwsImds(Emulator):
     """State of one VM.
 
     Args:
-        role: name of the instance profile's role.
         v1: accept requests without a token, too (``HttpTokens=optional``).
     """
 
     headers: ClassVar[dict[str, str | None]] = {"Server": "EC2ws"}
 
-    def __init__(
-        self,
-        *,
-        role: str = "swansong",
-        v1: bool = False,
-    ) -> None:
+    def __init__(self, *, v1: bool = False) -> None:
         super().__init__()
         self._v1 = v1
         self._tokens: dict[str, float] = {}  # token -> monotonic instant of its expiry
         self._values: dict[str, str] = {
-            "ami-id": "ami-0123456789abcdef0",
-            "iam/security-credentials/" + role: "",  # created on request
-            "instance-action": "none",
+            ROLES_KEY: _ROLE,
             "instance-id": _INSTANCE,
             "instance-life-cycle": "spot",
-            "instance-type": _TYPE,
-            "placement/availability-zone": _REGION + "a",
-            "placement/region": _REGION,
             SCHEDULED_KEY: "[]",
             HISTORY_KEY: "[]",
         }
@@ -130,20 +120,11 @@ class AwsImds(Emulator):
         if not (path + "/").startswith(META_DATA):
             return _page(404, "Not Found")
         key = path.removeprefix(META_DATA.rstrip("/")).strip("/")
-        if key.startswith("iam/security-credentials/") and key in self._values:
+        if key == f"{ROLES_KEY}/{_ROLE}":
             return _text(json.dumps(_credentials(), indent=2))
         if key in self._values:
             return _text(self._values[key])
-        below = key + "/" if key else ""
-        names = {
-            name + ("/" if rest else "")
-            for name, rest, _ in (
-                other.removeprefix(below).partition("/")
-                for other in self._values
-                if other.startswith(below)
-            )
-        }
-        return _text("\n".join(sorted(names))) if names else _page(404, "Not Found")
+        return _page(404, "Not Found")
 
     def order(self, name: str, body: dict[str, Any]) -> object:
         match name:
@@ -234,7 +215,7 @@ def _identity_document() -> dict[str, str]:
         "availabilityZone": _REGION + "a",
         "imageId": "ami-0123456789abcdef0",
         "instanceId": _INSTANCE,
-        "instanceType": _TYPE,
+        "instanceType": "p4d.24xlarge",
         "privateIp": "10.0.0.10",
         "region": _REGION,
         "version": "2017-09-30",
@@ -258,10 +239,9 @@ def main() -> None:
     """Serve until killed, or until standard input closes."""
     parser = argparse.ArgumentParser(description="EC2 instance metadata, emulated")
     add_arguments(parser)
-    parser.add_argument("--role", default="swansong", help="name of the instance role")
     parser.add_argument("--v1", action="store_true", help="answer without a token, too")
     options = parser.parse_args()
-    serve(AwsImds(role=options.role, v1=options.v1), options.host, options.port)
+    serve(AwsImds(v1=options.v1), options.host, options.port)
 
 
 if __name__ == "__main__":
