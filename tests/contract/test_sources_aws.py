@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import re
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -16,6 +18,7 @@ from swansongd.sources.metadata import MetadataClient, MetadataUnavailable, retr
 from swansongd.sources.polled import PollOptions
 
 from testkit.emulators.process import EmulatorProcess
+from testkit.raw_server import Peer, RawServer
 from testkit.source_run import SourceRun, asked, control, polls
 from testkit.staged import Clock
 from testkit.waiting import until
@@ -310,6 +313,23 @@ def test_stops_during_a_request(imds: str) -> None:
     with SourceRun(spot(imds, timeout_s=60)) as run:
         until(lambda: asked(imds, PUT_TOKEN, "hang") > hung, what="the request to hang")
     assert run.events == []
+
+
+def test_a_service_that_closes_idle_connections_costs_no_failed_poll() -> None:
+    """The next request uses a new connection, without an error."""
+    closed = threading.Event()
+
+    def script(peer: Peer) -> None:
+        peer.request()
+        peer.answer(200, b"value")
+        peer.sock.shutdown(socket.SHUT_RDWR)
+        closed.set()
+
+    with RawServer(script) as server, MetadataClient(server.url, timeout_s=5) as client:
+        for _ in range(3):
+            closed.clear()
+            assert client.request("GET", SPOT_PATH).body == b"value"
+            assert closed.wait(10)
 
 
 def test_abort_refuses_further_requests(imds: str) -> None:
