@@ -109,8 +109,6 @@ def start(script: str, output: Path, restore: str | None, *, saves: bool) -> lis
 def main() -> None:
     script, directory, staging = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     assert list(DataLoader([0])) == [0]  # the first batch imports a module
-    if "torch.compile" in Path(script).read_text():  # the first call imports for two seconds
-        torch.compile(torch.neg, backend="eager")(torch.ones(1))
     *saved, _ = start(script, directory / "reference", None, saves=True)
     for number, name in enumerate(saved):
         start(script, directory / f"from-{number}", str(staging / name), saves=False)
