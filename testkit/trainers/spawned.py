@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts its own ranks, so that no environment variable describes them; prints a JSON line for each step.
 
-With ``--early`` each rank attaches before it joins the process group; with ``--end-early`` it destroys the
-process group before it closes the guard.
+With ``--end-early`` each rank destroys the process group before it closes the guard.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ def train(rank: int, port: int, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     seed_all(5)
     model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 1))
-    if options.early:
-        guard = swansong.attach(TrainingState(model))
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS
     )
@@ -39,8 +36,7 @@ def train(rank: int, port: int, options: argparse.Namespace) -> None:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     seed_all(5 + rank)
-    if not options.early:
-        guard = swansong.attach(TrainingState(model, optimizer), every_steps=options.every_steps)
+    guard = swansong.attach(TrainingState(model, optimizer))
     step = guard.restore()
     while step < options.steps:
         optimizer.zero_grad()
@@ -62,15 +58,13 @@ def train(rank: int, port: int, options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=10**9)
-    parser.add_argument("--every-steps", type=int)
-    parser.add_argument("--method", default="spawn")
-    for name in ("--fsdp", "--early", "--end-early"):
+    for name in ("--fsdp", "--end-early"):
         parser.add_argument(name, action="store_true")
     options = parser.parse_args()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.start_processes(train, (port, options), nprocs=RANKS, start_method=options.method)
+    mp.start_processes(train, (port, options), nprocs=RANKS, start_method="fork")
     sys.stdout.flush()
 
 

@@ -23,7 +23,7 @@ ENVIRONMENT = {"PYTHONPATH": str(Path(swansong.__file__).parents[1])}
 def trained(python: str, daemon: FakeDaemon, *options: str) -> subprocess.CompletedProcess[str]:
     """The trainer with these options, after its end."""
     return subprocess.run(
-        [python, SPAWNED, "--method", "fork", *options],
+        [python, SPAWNED, *options],
         env={**os.environ, **ENVIRONMENT, "SWANSONG_SOCKET": daemon.path},
         capture_output=True,
         text=True,
@@ -36,7 +36,7 @@ def trained(python: str, daemon: FakeDaemon, *options: str) -> subprocess.Comple
 def test_a_spawned_job_resumes_to_the_bit(tmp_path: Path, warm_python: str) -> None:
     """FSDP2 in ``torch.multiprocessing``: one set of two ranks, and each rank loads its own state."""
     report = check_resume(
-        [warm_python, SPAWNED, "--method", "fork", "--fsdp"],
+        [warm_python, SPAWNED, "--fsdp"],
         steps=6,
         kill_at=[3],
         ranks=2,
@@ -47,16 +47,6 @@ def test_a_spawned_job_resumes_to_the_bit(tmp_path: Path, warm_python: str) -> N
     assert report.saved_steps == [3]
     assert report.losses == 6
     assert report.files >= 4, "the files of two ranks"
-
-
-def test_attach_before_the_process_group_is_refused(daemon: FakeDaemon, warm_python: str) -> None:
-    """``restore()`` raises with the fix; it does not save one rank as if it were the whole job."""
-    found = trained(warm_python, daemon, "--steps", "1", "--early")
-    assert found.returncode != 0
-    assert "RestoreError: restore failed: this process is rank" in found.stderr
-    assert "of 2 in torch.distributed, but it was rank 0 of 1 in swansong.attach()" in found.stderr
-    assert "call torch.distributed.init_process_group() before swansong.attach()" in found.stderr
-    assert daemon.sealed() == []
 
 
 def test_the_process_group_may_end_before_the_guard(daemon: FakeDaemon, warm_python: str) -> None:
