@@ -22,9 +22,8 @@ from torch_ddp import CONTEXT, Transformer, Windows, loss_of, read_text
 
 
 class Model(lightning.LightningModule):
-    def __init__(self, vocabulary: int, *, plateau: bool) -> None:
+    def __init__(self, vocabulary: int) -> None:
         super().__init__()
-        self.plateau = plateau
         self.transformer = Transformer(vocabulary)
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
@@ -45,14 +44,13 @@ class Model(lightning.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)
-        schedulers = torch.optim.lr_scheduler
-        if self.plateau:
-            plateau = schedulers.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
-            config = {"scheduler": plateau, "monitor": "validation"}
-        else:
-            warmup = schedulers.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
-            config = {"scheduler": warmup, "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": config}
+        warmup = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min(1.0, (step + 1) / 20)
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": warmup, "interval": "step"},
+        }
 
 
 def main() -> None:
@@ -60,9 +58,6 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--windows", type=int, default=1024, help="per epoch")
     parser.add_argument("--devices", type=int, default=1, help="ranks on this VM")
-    parser.add_argument(
-        "--plateau", action="store_true", help="lower the learning rate on a plateau"
-    )
     options = parser.parse_args()
 
     codes, vocabulary = read_text()
@@ -92,7 +87,7 @@ def main() -> None:
     )
     held_out = codes[: 64 * (CONTEXT + 1)].view(64, CONTEXT + 1)
     validation = TensorDataset(held_out[:, :-1], held_out[:, 1:])
-    model = Model(vocabulary, plateau=options.plateau)
+    model = Model(vocabulary)
     trainer.fit(model, loader, DataLoader(validation, 16))
 
 
