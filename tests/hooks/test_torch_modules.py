@@ -190,14 +190,6 @@ def test_tensors_that_cannot_be_written_are_refused(tensor: torch.Tensor, words:
         TrainingState(model).snapshot()
 
 
-def test_a_lazy_module_is_refused() -> None:
-    """Its tensors exist only after the first batch."""
-    with pytest.raises(
-        TypeError, match="model: weight is not initialised yet: run the first batch"
-    ):
-        TrainingState(nn.LazyLinear(2)).snapshot()
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.usefixtures("process_group")
 def test_fsdp1_is_refused() -> None:

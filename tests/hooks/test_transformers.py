@@ -221,11 +221,10 @@ def test_a_checkpoint_in_an_evaluation_is_one_of_the_step_before_it(
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_steps": 5},
         {"max_steps": 5, **EVALUATIONS["by-step"]},
         {**EVALUATIONS["by-step"], **BEST, "save_strategy": "steps", "save_steps": 2},
     ],
-    ids=["max-steps", "max-steps-and-evaluation", "early-stopping"],
+    ids=["max-steps", "early-stopping"],
 )
 def test_a_finished_run_does_not_train_again(
     tmp_path: Path,

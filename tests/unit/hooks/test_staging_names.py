@@ -24,6 +24,8 @@ NAME = re.compile(
     r"\brank-|\bstep-|\bstep=|checkpoint-[^a-z]|\.partial$|\.writing|\.begun|^restored$"
 )
 """Parts of names in staging, as they occur in string constants."""
+PART = re.compile(r"rank-|step-|step=|checkpoint-|\.partial|\.writing|\.begun|restored")
+"""A module without such a part contains no name either, and is not parsed."""
 ALLOWED = {
     ("format/resumption.py", "restored"): "a field of the record of a resume",
     ("doctor/host.py", "restored"): "a directory that an operator chooses",
@@ -38,7 +40,10 @@ ALLOWED = {
 
 def names_in(module: Path) -> Iterator[str]:
     """String constants of a module, other than docstrings, that contain a part of a name in staging."""
-    tree = ast.parse(module.read_text())
+    source = module.read_text()
+    if not PART.search(source):
+        return
+    tree = ast.parse(source)
     docstrings = {
         id(node.value)
         for node in ast.walk(tree)
