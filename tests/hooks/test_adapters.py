@@ -110,10 +110,7 @@ def test_lightning_refuses_a_strategy_that_it_cannot_save(tmp_path: Path) -> Non
         SwansongCallback().on_fit_start(Trainer(), None)
 
 
-@pytest.mark.parametrize(
-    "example",
-    ["torch_ddp", "with_accelerate", "with_fabric", "with_lightning", "with_transformers"],
-)
+@pytest.mark.parametrize("example", ["with_accelerate", "with_fabric", "with_transformers"])
 def test_an_example_trains_in_one_process(
     tmp_path: Path, warm_frameworks: str, example: str
 ) -> None:

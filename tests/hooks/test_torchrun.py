@@ -129,15 +129,6 @@ def test_ranks_send_hello_and_again_after_a_restart(daemon: FakeDaemon, torchrun
     until(lambda: [s for s in daemon.all_of(Sealed) if s.request_id == "r2"])
 
 
-@pytest.mark.fault("T10")
-def test_sigusr1_to_torchrun_kills_it_and_leaves_its_workers(torchrun: Torchrun) -> None:
-    """torchrun has no handler, and its ranks survive it: so a launcher must not get the signal."""
-    torchrun.wait_ranks()
-    torchrun.popen.send_signal(signal.SIGUSR1)
-    assert torchrun.popen.wait(60) == -signal.SIGUSR1
-    assert all(is_alive(pid) for pid in torchrun.pids)
-
-
 def test_sigterm_to_torchrun_ends_the_workers(torchrun: Torchrun) -> None:
     """It passes the signal on, and the hooks do not block it."""
     torchrun.wait_ranks()

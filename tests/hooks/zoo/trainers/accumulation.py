@@ -28,7 +28,7 @@ scheduler = torch.optim.lr_scheduler.SequentialLR(
 state = TrainingState(model, optimizer, scheduler=scheduler, loader=loader)
 guard = swansong.attach(state)
 step = guard.restore()
-for _ in range(loader.epoch, 4):
+for _ in range(loader.epoch, 3):
     total, seen = 0.0, []
     for number, (ids, x, y) in enumerate(loader, loader.batches + 1):
         loss = nn.functional.mse_loss(model(x), y) / ACCUMULATE

@@ -33,7 +33,7 @@ def evaluate():
 
 
 batches = iter(loader)
-while step < 13:
+while step < 9:
     if step and step % 4 == 0:
         evaluate()
     batch = next(batches, None)

@@ -35,7 +35,7 @@ model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.2), nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
 guard = swansong.attach(TrainingState(model, optimizer, loader=loader))
 step = guard.restore()
-while step < 12:
+while step < 9:
     for ids, x in loader:
         optimizer.zero_grad()
         loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
@@ -44,6 +44,6 @@ while step < 12:
         step += 1
         print(json.dumps({"step": step, "loss": loss.item(), "batch": ids.tolist()}), flush=True)
         guard.step(step, loss=loss.item())
-        if step == 12:
+        if step == 9:
             break
 guard.close()
