@@ -3,16 +3,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import swansong
 import torch
 from swansong import bounds, layout
 from swansong._torch import arena
@@ -24,8 +18,6 @@ from torch import nn
 from testkit.fake_daemon import FakeDaemon
 from testkit.training_parts import DEVICE, Attach
 from testkit.waiting import until
-
-HOOKS = Path(swansong.__file__).parents[1]
 
 
 class Trainer:
@@ -91,75 +83,6 @@ def test_a_copy_that_fails_leaves_the_previous_one_complete(
     released.set()
     assert guard.wait_saved(10)
     assert [restored(daemon, attach, sealed) for sealed in daemon.sealed()] == [{1.0}, {3.0}]
-
-
-KILLED = """
-import os, signal, sys
-import swansong, torch
-from torch import nn
-from swansong._torch.arena import Arena
-from swansong.torch import TrainingState
-
-model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-guard = swansong.attach(TrainingState(model))
-guard.restore()
-for parameter in model.parameters():
-    parameter.data.fill_(1.0)
-guard.step(1)
-assert guard.save(1) and guard.wait_saved(10)
-
-def dies(arena, pieces):
-    for view, piece in list(zip(arena._views, pieces))[:5]:
-        view.copy_(piece.tensor)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-Arena.fill = dies
-for parameter in model.parameters():
-    parameter.data.fill_(2.0)
-guard.step(2)
-guard.save(2)
-"""
-
-
-@pytest.fixture
-def in_memory() -> Iterator[FakeDaemon]:
-    """A daemon whose staging is on tmpfs."""
-    with (
-        tempfile.TemporaryDirectory(prefix="swansong-test-", dir="/dev/shm") as directory,
-        FakeDaemon(Path(directory)) as daemon,
-    ):
-        yield daemon
-
-
-@pytest.mark.fault("T03", "T15")
-def test_staging_in_memory_survives_a_trainer_killed_in_the_middle_of_a_copy(
-    in_memory: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch, warm_python: str
-) -> None:
-    """After SIGKILL in the second copy, the next trainer restores the first one from tmpfs."""
-    monkeypatch.setenv("SWANSONG_SOCKET", in_memory.path)
-    filesystem = subprocess.run(
-        ["stat", "-f", "-c", "%T", str(in_memory.staging)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert filesystem.stdout.strip() == "tmpfs"
-    done = subprocess.run(
-        [warm_python, "-c", KILLED],
-        env={**os.environ, "PYTHONPATH": str(HOOKS)},
-        timeout=90,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
-    (sealed,) = in_memory.sealed()
-    trainer = Trainer(0.0)
-    in_memory.restorable = lambda: (sealed, 1)
-    guard = swansong.attach(trainer.state, socket=in_memory.path)
-    assert guard.restore() == 1
-    assert trainer.values() == {1.0}
-    guard.close()
 
 
 def test_a_file_is_final_before_the_next_one_is_written(
