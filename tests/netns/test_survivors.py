@@ -53,28 +53,25 @@ def train(cluster: Cluster, count: int) -> list[Process]:
 
 
 @pytest.mark.fault("N12")
-@pytest.mark.parametrize(("count", "has_network"), [(2, False), (3, True)])
-def test_a_vm_that_disappears_costs_the_job_no_step(
-    cluster: Cluster, count: int, has_network: bool
-) -> None:
-    """The remaining VMs resume the last step that they have completed, although no checkpoint was due.
+def test_a_vm_that_disappears_costs_the_job_no_step(cluster: Cluster) -> None:
+    """Its network breaks first.  The remaining VMs resume the last step that they have completed, although no
+    checkpoint was due.
 
-    Of three VMs, one may notice the loss only when the other has saved: it then takes no part.
+    One of them may notice the loss only when the other has saved: it then takes no part.
     """
-    trainer, *_, other = train(cluster, count)
+    trainer, *_, other = train(cluster, 3)
     staying, doomed = cluster.machines[0], cluster.machines[-1]
-    lost = other.lines.all(step=20, world=count)[-1]["rank"]
-    if not has_network:
-        subprocess.run(["ip", "link", "set", f"vm{doomed.number}", "down"], check=True, timeout=20)
+    lost = other.lines.all(step=20, world=3)[-1]["rank"]
+    subprocess.run(["ip", "link", "set", f"vm{doomed.number}", "down"], check=True, timeout=20)
     print(f"lost {time.monotonic():.1f}")
     before = len(trainer.lines.all())
     doomed.power_off()
-    resumed = first_new_step(trainer, count - 1, after=before)
+    resumed = first_new_step(trainer, 2, after=before)
     committed = staying.vm.daemon.lines.wait(event="committed") if staying.vm.daemon else {}
-    steps = [line for line in trainer.lines.all(world=count) if "step" in line]
+    steps = [line for line in trainer.lines.all(world=3) if "step" in line]
     left_out = committed["without_ranks"]
-    assert left_out == str(lost) or (count == 3 and left_out in ("0-1", "0, 2", "1-2"))
-    savers = count - (1 if left_out == str(lost) else 2)
+    assert left_out in (str(lost), "0-1", "0, 2", "1-2")
+    savers = 2 if left_out == str(lost) else 1
     assert resumed["from_step"] == committed["step"] == steps[-1]["step"] >= 20
     assert resumed["digest"] == steps[-1]["digest"]
     # A start with one VM less, before all have met, has taken the first generation.
@@ -84,10 +81,11 @@ def test_a_vm_that_disappears_costs_the_job_no_step(
     assert f"yes, without rank {left_out}" in staying.vm.swansong("ls", "--wide").stdout
 
 
+@pytest.mark.fault("N09")
 def test_after_safe_the_job_continues_without_the_vm(cluster: Cluster) -> None:
     """A VM that ends after SAFE costs no step: the other one resumes the last step that it completed."""
     trainer, _ = train(cluster, 2)
-    doomed = cluster.machines[-1]
+    staying, doomed = cluster.machines
     before = len(trainer.lines.all())
     doomed.notice(in_s=120)
     assert doomed.vm.daemon is not None
@@ -98,3 +96,4 @@ def test_after_safe_the_job_continues_without_the_vm(cluster: Cluster) -> None:
     steps = [line for line in trainer.lines.all(world=2) if "step" in line]
     assert resumed["from_step"] == steps[-1]["step"] >= safe["step"]
     assert resumed["digest"] == steps[-1]["digest"]
+    assert staying.vm.status()["generation"] > safe["generation"]
