@@ -41,14 +41,10 @@ inside() {
 		PYTHONDONTWRITEBYTECODE=1 "$@"
 }
 
-# The commit is one of the future: younger than the files of the build.
+# The commit is one of the future: younger than the files of the build.  From the sources, the directory of wheels
+# replaces the package index.
 provision() {
-	(umask 077 && inside "PYTHON=$python" SOURCE_DATE_EPOCH=4000000000 /run/repository/packer/provision.sh --no-packages --wheelhouse /run/input/wheels "$@")
-}
-
-# From the sources; the directory of wheels replaces the package index.
-provision_from_sources() {
-	(umask 077 && inside "PYTHON=$python" PIP_NO_INDEX=1 PIP_FIND_LINKS=/run/input/wheels \
+	(umask 077 && inside "PYTHON=$python" SOURCE_DATE_EPOCH=4000000000 PIP_NO_INDEX=1 PIP_FIND_LINKS=/run/input/wheels \
 		/run/repository/packer/provision.sh --no-packages "$@")
 }
 
@@ -61,9 +57,9 @@ contents() {
 	(cd "$space/upper" && find . "${of_dpkg[@]}" -prune -o -type f -exec sha256sum {} + | sort)
 }
 
-# Append one byte to a wheel, which leaves it a valid wheel.
+# Append one byte to a wheel, which leaves it a valid wheel: the first one, so that pip ends soon.
 cp -r "$input/wheels" "$space/altered"
-echo >>"$(echo "$space"/altered/jeepney-*.whl)"
+echo >>"$(echo "$space"/altered/azure_core-*.whl)"
 mkdir "$root/run/altered"
 mount --bind -o ro "$space/altered" "$root/run/altered"
 code=0
@@ -79,15 +75,11 @@ cp "$repository/systemd/swansongd.service" "$old/"
 ln -s /etc/systemd/system/swansongd.service "$old/multi-user.target.wants/"
 { cat "$repository/systemd/swansong-exporter.service"; echo '# edited'; } >"$old/swansong-exporter.service"
 
-provision --config /run/input/first.toml --run first-run --store s3://bucket/prefix --metrics 127.0.0.1:9469 2>&1
+provision --wheelhouse /run/input/wheels --config /run/input/first.toml --run first-run --store s3://bucket/prefix --metrics 127.0.0.1:9469 2>&1
 rm "$old/swansong-exporter.service"
 echo '# edited by the operator' >>"$root/etc/swansong/swansong.toml"
 changes >"$output/changes"
 contents >"$output/contents"
-
-provision --config /run/input/second.toml --run second-run
-changes >"$output/changes.again"
-contents >"$output/contents.again"
 
 stat -c 'the files of the package are of %Y' "$root/usr/lib/systemd/system/swansongd.service"
 cp "$root"/usr/share/{doc/swansong/sbom.cdx.json,man/man1/swansong.1.gz} "$output/"
@@ -123,10 +115,11 @@ if inside setpriv --reuid 65534 --regid 65534 --clear-groups ls /var/lib/swanson
 	echo 'a stranger can look into /var/lib/swansong'
 fi
 
-# The last run finds no dpkg, as on Amazon Linux: the same files are installed without the package.
+# The second run finds no dpkg, as on Amazon Linux, and builds the sources: the same files are installed again.
 rm "$root/usr/bin/dpkg"
-provision_from_sources --image
-changes >"$output/changes.without"
+provision --config /run/input/second.toml --run second-run --image
+changes >"$output/changes.again"
+contents >"$output/contents.again"
 stat -c 'machine-id has %s bytes' "$root/etc/machine-id"
 
 # Faults that must keep a VM from becoming an image.

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import os
 import random
+import runpy
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -43,13 +45,11 @@ class Machine:
         for name in ("sys/block", "dev/disk/by-id"):
             (root / name).mkdir(parents=True)
 
-    def disk(
-        self, name: str, model: str = EC2, *, serial: str = SERIAL, size_bytes: int = SIZE_BYTES
-    ) -> Path:
+    def disk(self, name: str, model: str = EC2, *, serial: str = SERIAL) -> Path:
         """An empty disk; returns the file behind it."""
         image = self.root / f"{name}.image"
         with image.open("wb") as file:
-            file.truncate(size_bytes)
+            file.truncate(SIZE_BYTES)
         self.loops.append(run("losetup", "--find", "--show", image))
         (self.root / "dev" / name).symlink_to(self.loops[-1])
         device = self.root / "sys" / "block" / name / "device"
@@ -120,7 +120,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
         run("losetup", "--detach", loop)
 
 
-@pytest.mark.parametrize("model", [EC2, "nvme_card", "nvme_card0", "nvme_card15"])
+@pytest.mark.parametrize("model", [EC2, "nvme_card", "nvme_card15"])
 def test_an_empty_disk_is_formatted_and_mounted(machine: Machine, model: str) -> None:
     """Of several disks only the ephemeral one, of either cloud."""
     machine.disk("nvme0n1", "Amazon Elastic Block Store", serial="vol01234567890abcdef")
@@ -138,8 +138,7 @@ def test_an_empty_disk_is_formatted_and_mounted(machine: Machine, model: str) ->
 @pytest.mark.parametrize(
     "model",
     [
-        "nvme_card1-pd", "nvme_card0 of another vendor", "nvme_cards", "nvme_card_pd", "NVMe_card",
-        f"{EC2} 2", f"An {EC2}", "Amazon EC2 NVMe", "",
+        "nvme_card1-pd", "nvme_cards", "NVMe_card", f"{EC2} 2", f"An {EC2}", "Amazon EC2 NVMe", "",
     ],
 )  # fmt: skip
 def test_a_similar_model_name_is_not_an_ephemeral_disk(machine: Machine, model: str) -> None:
@@ -290,18 +289,22 @@ def test_a_disk_with_anything_on_it_is_refused(
     assert image.read_bytes() == before
 
 
-def test_a_large_disk_is_sampled_everywhere(machine: Machine) -> None:
+def test_a_large_disk_is_sampled_everywhere(tmp_path: Path) -> None:
     """Data of two of 65,536 sections is found wherever it begins; the rest of the disk is zero."""
-    image = machine.disk("nvme0n1", size_bytes=LARGE_BYTES)
-    data = random.randbytes(2 * LARGE_BYTES // 65_536)
-    with image.open("r+b") as file:
-        file.seek(random.randrange(8 << 20, LARGE_BYTES - (8 << 20)) // 512 * 512)
-        file.write(data)
-    machine.flush("nvme0n1")
-    done = machine.start()
-    assert done.returncode == 1
-    assert "it is not blank" in done.stderr
-    assert machine.mounted() is None
+    script = runpy.run_path(str(SCRIPT))
+    first_data, two_sections = script["first_data"], 2 * LARGE_BYTES // 65_536
+    offsets = sorted(script["block_offsets"](LARGE_BYTES))
+    assert offsets[0] == 0
+    assert offsets[-1] + 4096 == LARGE_BYTES
+    assert all(after - before < two_sections for before, after in pairwise(offsets))
+    with (tmp_path / "image").open("w+b") as file:
+        file.truncate(LARGE_BYTES)
+        assert first_data(file.fileno()) is None
+        place = random.randrange(8 << 20, LARGE_BYTES - (8 << 20)) // 512 * 512
+        file.seek(place)
+        file.write(random.randbytes(two_sections))
+        file.flush()
+        assert place - 4096 < first_data(file.fileno()) < place + two_sections
 
 
 def test_a_disk_in_use_is_refused(machine: Machine) -> None:
