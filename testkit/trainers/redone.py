@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trainer whose resume may forget something; prints JSON lines.
 
-``--forgets`` names what a resumed run does not continue: ``loader`` (its position), ``rates`` (a factor that
-the script counts itself), ``noise`` (a generator outside the state), ``weights`` (a bit flips
+``--forgets`` names what a resumed run does not continue: ``loader`` (its position), ``weights`` (a bit flips
 in the second step, as in faulty memory), or ``nothing``.  Under torchrun it is a job with DDP, in which
 only the last rank forgets.
 """
@@ -53,10 +52,7 @@ def main() -> None:
         model = DistributedDataParallel(model)
         if dist.get_rank() < dist.get_world_size() - 1:
             forgets = "nothing"
-    parts = {"model": model, "optimizer": optimizer, "loader": loader, "noise": noise}
-    if forgets == "noise":
-        del parts["noise"]
-    state = TrainingState(**parts)
+    state = TrainingState(model, optimizer, loader=loader, noise=noise)
     guard = swansong.attach(state)
     first = guard.restore()
     is_resumed = first > 0
@@ -67,8 +63,6 @@ def main() -> None:
     while True:
         for batch, target in loader:
             pause.wait(0.05)
-            if forgets == "rates":
-                optimizer.param_groups[0]["lr"] = 0.01 / (1 + (step - first))
             moved = batch + 0.01 * torch.randn(batch.shape, generator=noise)
             loss = (model(moved) - target).square().mean()
             optimizer.zero_grad()

@@ -18,8 +18,7 @@ from testkit.foreign_servers import ACCOUNT, AZURE_ACCOUNT, BUCKET, SERVE
 from testkit.trainers.witness import FILES, content
 from testkit.waiting import until
 
-IN_CI = ("rclone", "seaweedfs")
-SERVERS = (*IN_CI, *os.environ.get("SWANSONG_STORES", "").split())
+SERVERS = ("rclone", *os.environ.get("SWANSONG_STORES", "").split())
 DOCTOR_FAILURES = {
     "rclone": {"create-if-absent"},
     "s3rver": {"create-if-absent"},

@@ -65,21 +65,6 @@ def test_the_next_vm_resumes_from_the_last_commit_of_the_one_before(
 
 
 @pytest.mark.fault("OE04")
-def test_the_deadline_ends_the_wait(aws: Aws, bucket: Bucket, new_vm: Any, witness: str) -> None:
-    """The power of the other VM is cut, so no farewell tells the end of its training."""
-    old = with_handover(new_vm, "old", bucket, metadata=aws.metadata)
-    daemon = old.start_daemon()
-    old.start_trainer("--step-delay-s", "0.05", script=witness).lines.wait(step=5)
-    aws.notice(in_s=20)
-    until(lambda: len(safe_steps(daemon)) >= 1, what="SAFE")
-    _, next_daemon, second = waiting(new_vm, bucket, witness)
-    old.power_off()
-    steps = safe_steps(daemon)
-    assert second.lines.wait(event="resumed")["from_step"] >= steps[-1]
-    assert next_daemon.lines.all(event="predecessor_ended")
-
-
-@pytest.mark.fault("OE04")
 def test_after_a_withdrawn_notice_the_next_vm_stands_by(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:

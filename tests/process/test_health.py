@@ -60,31 +60,6 @@ def test_a_run_rolls_back_from_a_nan_and_continues_as_a_new_generation(
 
 
 @pytest.mark.fault("T12")
-def test_a_nan_at_one_rank_rolls_all_ranks_back(
-    new_vm: NewVm, warm_torch: str, tmp_path: Path
-) -> None:
-    """DDP with two ranks: both load the same checkpoint, and the steps after it are committed again."""
-    pytest.importorskip("torch")
-    store = {"url": f"file://{tmp_path}/store"}
-    (tmp_path / "store").mkdir()
-    vm = new_vm("a", store)
-    vm.start_daemon()
-    launcher = [warm_torch, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launcher, "--no-python", warm_torch, "-u", GLOO]
-    arguments = ["--every-steps", "10", "--bad-from", "29", "--bad-rank", "1", "--steps", "60"]
-    trainer = vm.spawn([*command, *arguments], lines_on="stdout", SWANSONG_SOCKET=str(vm.socket))
-    for rank in (0, 1):
-        back = trainer.lines.wait(60, event="rolled_back", rank=rank)
-        assert (back["from_step"], back["to_step"], back["weights"]) == (30, 20, [20.0]), back
-    assert trainer.wait(60) == 0
-    until(lambda: vm.commits()[0]["step"] == 60, what="the last checkpoint")
-    steps = {(row["generation"], row["step"]): row["healthy"] for row in vm.commits()}
-    assert steps[2, 60] is True
-    assert {generation for generation, _ in steps} == {1, 2}
-    assert all(step >= 20 for generation, step in steps if generation == 2)
-
-
-@pytest.mark.fault("T12")
 def test_a_rank_that_holds_up_the_others_is_named(
     new_vm: NewVm, warm_torch: str, tmp_path: Path
 ) -> None:

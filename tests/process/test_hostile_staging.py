@@ -177,7 +177,6 @@ def test_the_daemon_creates_its_directories_at_the_start(site: Site) -> None:
     ("plant", "place"),
     [
         (plant_link, "home/.aws"),
-        (plant_link, "staging/run/.swansongd"),
         (plant_partials, "bucket"),
     ],
 )
@@ -219,30 +218,6 @@ def test_a_forged_claim_in_staging_is_ignored(site: Site) -> None:
         return sorted(path.name for path in site.bucket.rglob("generations/*"))
 
     assert claims() == ["00000001.json"]
-
-
-@pytest.mark.fault("S7")
-def test_a_deep_directory_does_not_stop_the_daemon(site: Site) -> None:
-    """With 1,500 levels under the names of leftovers the daemon starts, twice, and replies."""
-    site.commit(100)
-    site.start_daemon()
-
-    def dig() -> None:
-        for name in (".removing.x", "x.removing", layout.sealed_name(7, "deep")):
-            fd = os.open(site.run_directory, os.O_RDONLY)
-            for level in [name, *["d"] * 1500]:
-                os.mkdir(level, dir_fd=fd)
-                below = os.open(level, os.O_RDONLY, dir_fd=fd)
-                os.close(fd)
-                fd = below
-            os.close(fd)
-
-    assert as_user(TRAINER, dig) is None
-    assert site.ask()["error"] == ""
-    assert site.daemon is not None
-    site.daemon.kill()
-    site.start_daemon()
-    assert site.ask()["error"] == ""
 
 
 @pytest.mark.fault("S8")

@@ -79,22 +79,19 @@ def test_the_newest_adopted_set_is_restored_by_start_and_step(vm: Vm, tmp_path: 
     assert "not restored" not in notes
 
 
-@pytest.mark.parametrize("cause", ["no record", "reboot", "unknown process"])
+@pytest.mark.parametrize("cause", ["reboot", "unknown process"])
 def test_a_set_of_unknown_order_is_named_and_not_restored(
     vm: Vm, tmp_path: Path, cause: str
 ) -> None:
-    """Without the record of starts, after a reboot, and if a process that no daemon saw went back to an older
-    state, the newest commit is restored, and one line names the newer set and its use."""
+    """After a reboot, and if a process that no daemon saw went back to an older state, the newest commit is
+    restored, and one line names the newer set and its use."""
     assert vm.daemon is not None
     trainer = train(vm)
     commit = committed(vm, trainer, after=20)
     vm.daemon.kill()
     unknown = saved(vm, trainer, after=commit)
     trainer.kill()
-    if cause == "no record":
-        (record,) = vm.run_directory.rglob("claim.json")
-        record.unlink()
-    elif cause == "reboot":
+    if cause == "reboot":
         before_ns = booted_wall_ns() - 10**9
         for path in vm.run_directory.glob("checkpoint-*/*"):
             os.utime(path, ns=(before_ns, before_ns))

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from testkit.clouds import Aws, Bucket
-from testkit.emulators.process import EmulatorProcess
 from testkit.positions import Position, restored, train
-from testkit.rig import Vm, control
+from testkit.rig import Vm
 from testkit.waiting import until
 from tests.process.conftest import NewVm
 
@@ -32,9 +31,8 @@ def expect(vm: Vm, verdict: dict[str, Any], word: str) -> None:
 
 
 @pytest.mark.fault("T01")
-@pytest.mark.parametrize("source", ["aws.spot", "logind"])
 def test_a_trainer_that_the_daemon_never_saw_gets_no_promise(
-    aws: Aws, bucket: Bucket, new_vm: NewVm, source: str
+    aws: Aws, bucket: Bucket, new_vm: NewVm
 ) -> None:
     """The trainer has a wrong path of the socket, and trains beyond the newest commit.
 
@@ -45,25 +43,16 @@ def test_a_trainer_that_the_daemon_never_saw_gets_no_promise(
     train(before, "--training", OLD, "--save-at", "20")
     earlier.lines.wait(event="committed", step=20)
     before.power_off()
-    with EmulatorProcess("testkit.emulators.fake_logind") as logind:
-        settings = {"sources": {"system_bus": control(logind.url, "state")["bus"]}}
-        vm = new_vm(
-            "vm", bucket.store, metadata=aws.metadata, settings=settings, constants=RECONNECT
-        )
-        chosen = vm.disk / "chosen"
-        assert restored(vm, chosen) == Position(OLD, 20)
-        wrong = str(vm.disk / "wrong.sock")
-        trainer = train(vm, "--training", NEW, SWANSONG_SOCKET=wrong, SWANSONG_RESTORE=str(chosen))
-        trainer.lines.wait(step=40)
-        daemon = vm.start_daemon()
-        if source == "logind":
-            until(lambda: control(logind.url, "state")["locks"] == 1, what="the delay lock")
-            control(logind.url, "shutdown", type="poweroff")
-        else:
-            aws.notice(in_s=4)
-        daemon.lines.wait(event="notice", source=source)
-        verdict = daemon.lines.wait(event="verdict")
-        expect(vm, verdict, "NO_TRAINING")
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata, constants=RECONNECT)
+    chosen = vm.disk / "chosen"
+    assert restored(vm, chosen) == Position(OLD, 20)
+    wrong = str(vm.disk / "wrong.sock")
+    trainer = train(vm, "--training", NEW, SWANSONG_SOCKET=wrong, SWANSONG_RESTORE=str(chosen))
+    trainer.lines.wait(step=40)
+    daemon = vm.start_daemon()
+    aws.notice(in_s=4)
+    verdict = daemon.lines.wait(event="verdict")
+    expect(vm, verdict, "NO_TRAINING")
     elsewhere = new_vm("elsewhere", bucket.store)
     assert restored(elsewhere, elsewhere.disk / "restored") == Position(OLD, 20)
     assert "SAFE" not in [farewell["verdict"] for farewell in bucket.farewells()]
