@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swansong_bucket.stores.remote import WireLimits
 from swansong_tools.doctor import checks
 from swansong_tools.doctor.findings import examine
 from swansong_tools.doctor.installation import Account, Installation, Options, account, own_account
@@ -235,6 +236,8 @@ def test_a_silent_store_is_bounded_and_isolated(
     """A store that accepts the connection and never answers fails its own check only."""
     monkeypatch.setattr("swansong_tools.doctor.rehearsal._BUDGET_S", 0.5)
     monkeypatch.setattr("swansong_tools.doctor.store._DATE_TIMEOUT_S", 0.5)
+    brief = partial(WireLimits, read_timeout_s=1.0)
+    monkeypatch.setattr("swansong_bucket.stores.opening.WireLimits", brief)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         store = {**bucket.store, "endpoint": address}

@@ -167,12 +167,6 @@ STORES_OF_FILES = [
 ]
 
 
-def test_there_are_enough_broken_setups() -> None:
-    """At least 21, each with a unique name."""
-    setups = [setup.name for setup in (*THE_UNIT, *USERS_AND_DIRECTORIES, *STORES_OF_FILES)]
-    assert len(set(setups)) == len(setups) >= 21
-
-
 def no_role(aws: Aws) -> None:
     """The VM has no instance profile."""
     control(aws.url, "fault", kind="status", value=404, path="/latest/meta-data/iam/*")
