@@ -42,15 +42,11 @@ OURS = ("s3", "s3-tls", "gcs", "gcs-tls")
 """The strict emulators: they inject faults on order, and have every feature."""
 ONE_EACH = ("s3-tls", "gcs")
 """One of them for each backend, and one of them with TLS."""
-IN_CI = (*OURS, "moto", "rclone", "seaweedfs")
+IN_CI = (*OURS, "rclone", "seaweedfs")
 """Servers that start within seconds, from packages of requirements/dev.in."""
 SERVERS = (*IN_CI, *os.environ.get("SWANSONG_STORES", "").split())
 """``make test-stores`` adds servers of :data:`testkit.foreign_servers.SERVE`."""
 LACKS = {
-    "moto": {
-        "spent names": "moto returns no checksum of an object, so the object is sent again",
-        "conditional deletes of many": "moto ignores the ETags in a multi-object delete",
-    },
     "rclone": {
         "create if absent": "rclone ignores If-None-Match",
         "flat keys": "rclone stores keys as files and directories",
@@ -188,7 +184,7 @@ def store_servers(
                 pem = certificates[1] if name.endswith("-tls") else None
                 process = foreign(tmp_path_factory.mktemp(name), pem)
             else:
-                module = {"moto": "s3_server", "s3": "s3_strict", "gcs": "gcs_server"}
+                module = {"s3": "s3_strict", "gcs": "gcs_server"}
                 extra = ["--tls", str(certificates[1])] if name.endswith("-tls") else []
                 process = EmulatorProcess(
                     f"testkit.emulators.{module[name.partition('-')[0]]}",
@@ -251,7 +247,7 @@ def proxy(cloud: Cloud) -> Iterator[FaultProxy]:
 
 WRAPPED = ("memory", "s3-tls")
 """Servers for tests of the retry wrapper, which is the same for all backends."""
-_CREATING_ONLY = ("s3", "gcs-tls", "moto")
+_CREATING_ONLY = ("s3", "gcs-tls")
 """Servers that differ from another one in the way of the bytes: they run only the tests of create()."""
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``swansong export`` gives the files of a commit back: to a directory, S3 (moto), GCS (fake-gcs-server)."""
+"""``swansong export`` gives the files of a commit back: to a directory, SeaweedFS, or fake-gcs-server."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def place(
                 to = tmp_path / "exported"
                 yield Place(str(to), lambda: tree(to), lambda path: (to / path).stat().st_ino)
             case "s3":
-                server = request.getfixturevalue("open_cloud")("moto").server
+                server = request.getfixturevalue("open_cloud")("seaweedfs").server
                 for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
                     monkeypatch.setenv(f"AWS_{name}", "test")
                 monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)

@@ -31,7 +31,7 @@ from testkit.store_backends import MIB, Cloud
 
 OURS = ("s3-tls", "gcs")
 SERVERS = (*OURS, "seaweedfs")
-"""moto has no GetObjectRetention, rclone has no Object Lock."""
+"""rclone has no Object Lock."""
 DAYS = 30
 
 
