@@ -20,13 +20,11 @@ from swansong_bucket.errors import StagingError, Stopped, Transient
 from swansong_bucket.format import manifest
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.model import CommitRef
-from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.stores.file.store import FileStore
 from swansong_bucket.transfer import reader
 from swansong_bucket.transfer.reader import ReadOptions
 from swansong_bucket.transfer.restore import RestoreResult, restore
 from swansong_bucket.transfer.target import RestoreTarget
-from swansong_tools.upkeep.verify import verify
 
 from testkit import descriptors
 from testkit.as_user import GROUP, MEMBER, place_for_all
@@ -34,7 +32,6 @@ from testkit.committed import CHUNK_BYTES, chunk_of, commit, file_store, flip_bi
 from testkit.forked import peak_bytes
 from testkit.odd_store import OddStore
 from testkit.other_users import needs_root
-from testkit.store_backends import retrying
 from testkit.waiting import until
 
 KEYS = RunKeys("r")
@@ -433,23 +430,3 @@ def test_an_unusable_destination_leaks_no_descriptor(to: Path) -> None:
 
 
 # ---------------------------------------------------------------- every backend
-
-
-@pytest.mark.fault("G11")
-def test_a_restore_from_each_backend_can_be_resumed(bare_store: ObjectStore, to: Path) -> None:
-    """Stopped after some chunks and run again, it reuses them and returns the same bytes."""
-    store = retrying(bare_store, budget_s=30)
-    commit(store, NEW)
-    stop = threading.Event()
-
-    def enough(done_bytes: int, _total_bytes: int) -> None:
-        if done_bytes >= 3 * CHUNK_BYTES:
-            stop.set()
-
-    options = ReadOptions(connections=1, progress=enough, stop=stop)
-    with pytest.raises(Stopped):
-        restore(store, KEYS, RestoreTarget(to), options=options)
-    got = restore(store, KEYS, RestoreTarget(to))
-    assert tree(to) == NEW
-    assert got.reused_bytes >= 2 * CHUNK_BYTES
-    assert verify(store, KEYS).defects == []

@@ -46,26 +46,6 @@ def test_create_overwrites_nothing(store: ObjectStore, requires: Callable[[str],
         assert get_range(store, key, 0, size_bytes) == content
 
 
-def test_of_many_creators_with_other_bytes_one_wins(
-    store: ObjectStore, requires: Callable[[str], None]
-) -> None:
-    """Eight threads create one chunk, each with other bytes: one succeeds, and the object has its bytes."""
-    requires("spent names")
-    contents = [os.urandom(MIB + 1) for _ in range(8)]
-    winners: list[int] = []
-
-    def create(number: int) -> None:
-        try:
-            store.create("data/chunk", Body(contents[number]))
-        except Exists:
-            return
-        winners.append(number)
-
-    in_threads(8, create)
-    assert len(winners) == 1
-    assert get_range(store, "data/chunk", 0, MIB + 1) == contents[winners[0]]
-
-
 def test_many_creators_with_the_same_bytes_all_succeed(store: ObjectStore) -> None:
     """A server may answer some of them with a transient error; they succeed when they repeat the request."""
     content = os.urandom(MIB + 1)

@@ -351,22 +351,6 @@ def test_trusted_certificates(
     use(gcs_tls.open())
 
 
-@pytest.mark.fault("O04")
-def test_retry_after_is_in_the_error(gcs: Cloud) -> None:
-    """For both interfaces."""
-    store = gcs.open()
-    calls: list[Callable[[], object]] = [
-        lambda: store.create("shard", Body(b"1")),
-        lambda: store.put("small", b"1"),
-        store.check,
-    ]
-    for call in calls:
-        gcs.order("answer", status=503, code="SlowDown", retry_after_s=7)
-        with pytest.raises(Transient) as caught:
-            call()
-        assert caught.value.retry_after_s == 7
-
-
 # ---------------------------------------------------------------- settings of the bucket
 
 MOVES = {"type": "SetStorageClass", "storageClass": "NEARLINE"}

@@ -17,7 +17,6 @@ from testkit.store_backends import (
     Cloud,
     every_call,
     get_range,
-    retrying,
     store_at,
 )
 
@@ -148,7 +147,7 @@ def test_a_refusal_of_gcs_has_its_reason(
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.fault("O04")
+@pytest.mark.fault("O04", "O21")
 def test_one_call_is_one_request(cloud: Cloud) -> None:
     """No SDK retries, after any error."""
     store = cloud.open()
@@ -188,13 +187,3 @@ def test_credentials_that_come_later(
 
 
 # ---------------------------------------------------------------- lost replies
-
-
-@pytest.mark.fault("O08")
-def test_a_create_whose_reply_was_lost(cloud: Cloud) -> None:
-    """The retry raises Exists; the object that is read back is our own."""
-    store = retrying(cloud.open())
-    cloud.order("answer", status=503, carry_out=1)
-    with pytest.raises(Exists):
-        store.put("commits/1", b"nonce A", if_absent=True)
-    assert store.get("commits/1") == b"nonce A"
