@@ -245,20 +245,16 @@ def proxy(cloud: Cloud) -> Iterator[FaultProxy]:
 
 # ---------------------------------------------------------------- stores
 
-WRAPPED = ("memory", "s3-tls")
-"""Servers for tests of the retry wrapper, which is the same for all backends."""
 _CREATING_ONLY = ("s3", "gcs-tls")
 """Servers that differ from another one in the way of the bytes: they run only the tests of create()."""
 
 
 def is_wanted(item: pytest.Item) -> bool:
-    """Whether this combination of test, server and wrapper is tested."""
+    """Whether this combination of test and server is tested."""
     chosen = getattr(item, "callspec", None)
     parameters: dict[str, object] = chosen.params if chosen is not None else {}
-    name = parameters.get("server_name")
-    if name in _CREATING_ONLY and item.path.name != "test_store_create.py":
-        return False
-    return parameters.get("store") != "retrying" or name in WRAPPED
+    is_creating = item.path.name == "test_store_create.py"
+    return is_creating or parameters.get("server_name") not in _CREATING_ONLY
 
 
 @pytest.fixture(params=["file", "memory", *SERVERS])
@@ -278,21 +274,15 @@ def requires(server_name: str) -> Callable[[str], None]:
 
 
 @pytest.fixture
-def bare_store(server_name: str, tmp_path: Path, open_cloud: Callable[[str], Cloud]) -> ObjectStore:
-    """Every backend with every server, without a wrapper."""
+def store(server_name: str, tmp_path: Path, open_cloud: Callable[[str], Cloud]) -> ObjectStore:
+    """Every backend with every server."""
     if server_name == "file":
         (tmp_path / "a store").mkdir()
         return FileStore((tmp_path / "a store").as_uri())
     if server_name == "memory":
         return MemoryStore()
-    store: ObjectStore = open_cloud(server_name).open()
-    return store
-
-
-@pytest.fixture(params=["bare", "retrying"])
-def store(request: pytest.FixtureRequest, bare_store: ObjectStore) -> ObjectStore:
-    """Every backend with and without the retry wrapper, which must not change any result."""
-    return bare_store if request.param == "bare" else retrying(bare_store, budget_s=10.0)
+    made: ObjectStore = open_cloud(server_name).open()
+    return made
 
 
 def retrying(store: ObjectStore, **options: Any) -> Retrying:

@@ -4,7 +4,6 @@
 import pytest
 
 from testkit.store_backends import (
-    bare_store,
     certificates,
     cloud,
     cloud_environment,
@@ -20,7 +19,6 @@ from testkit.store_backends import (
 )
 
 __all__ = [
-    "bare_store",
     "certificates",
     "cloud",
     "cloud_environment",

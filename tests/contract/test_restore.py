@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -19,12 +17,10 @@ from swansong_bucket.errors import (
     NotFound,
     NothingToRestore,
     StagingError,
-    Stopped,
     Transient,
 )
 from swansong_bucket.format import manifest
 from swansong_bucket.format.keys import RunKeys
-from swansong_bucket.format.manifest import Manifest
 from swansong_bucket.model import CommitRef, Verdict
 from swansong_bucket.runs import catalog
 from swansong_bucket.runs.signing import signed
@@ -220,20 +216,6 @@ def test_chunks_that_a_listing_omits_are_not_missing(tmp_path: Path, to: Path) -
     assert verify(omitting, KEYS).defects == []
 
 
-def test_a_commit_without_its_chunks_costs_few_requests(
-    store: FileStore, tmp_path: Path, to: Path
-) -> None:
-    """The first missing chunk makes the commit unusable: only the chunks in flight are requested."""
-    made = commit(store, {f"{number}": b"n%d" % number for number in range(200)}, step=300)
-    for chunk in made.chunks:
-        store.delete(chunk.key)
-    counting = OddStore(tmp_path / "store")
-    got = restore(counting, KEYS, RestoreTarget(to), options=ReadOptions(connections=4))
-    assert got.ref == NEW_REF
-    names = {chunk.key for chunk in made.chunks}
-    assert 1 <= sum(key in names for key, _, _ in counting.given) <= 8
-
-
 def test_bytes_after_a_chunk_are_reported_and_not_read(
     store: FileStore, tmp_path: Path, to: Path
 ) -> None:
@@ -302,29 +284,6 @@ def test_a_hostile_manifest_writes_nothing_outside(
     assert "not safe" in got.skipped[0][1]
     written = set(tree(tmp_path)) - set(before)
     assert written == {f"restored/here/{name}" for name in NEW}
-
-
-@pytest.mark.fault("G08")
-def test_a_candidate_that_costs_too_much_processor_time_is_skipped(
-    store: FileStore, to: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each commit has its own budget, so the next one is read in full."""
-    for node in range(3):
-        commit(store, {f"n{node}": b"x"}, step=300, node=node, nodes=3)
-    decode = catalog.decode
-
-    def busy(data: bytes) -> Manifest:
-        made = decode(data)
-        began_s = time.thread_time()
-        while made.step == 300 and time.thread_time() - began_s < 0.3:
-            pass
-        return made
-
-    monkeypatch.setattr(catalog, "decode", busy)
-    monkeypatch.setattr(catalog, "EXAMINE_CPU_S", 0.25)
-    got = restore(store, KEYS, RestoreTarget(to))
-    assert (got.ref, tree(to)) == (NEW_REF, NEW)
-    assert "processor time" in got.skipped[0][1]
 
 
 @pytest.mark.fault("O15", "G07")
@@ -429,42 +388,6 @@ def test_a_missing_store_is_not_an_empty_one(tmp_path: Path, to: Path) -> None:
     assert not to.parent.exists()
 
 
-@pytest.mark.fault("O13")
-def test_a_bit_that_flips_on_the_wire_is_read_again(
-    store: FileStore, tmp_path: Path, to: Path
-) -> None:
-    """The stored bytes are intact, so the newest commit is restored."""
-    flipped: list[str] = []
-
-    def flip_once(key: str, _offset: int, into: memoryview) -> bool:
-        if KEYS.is_data(key) and not flipped:
-            flipped.append(key)
-            into[5] ^= 1
-        return True
-
-    assert restore(OddStore(tmp_path / "store", flip_once), KEYS, RestoreTarget(to)).ref == NEW_REF
-    assert flipped
-    assert tree(to) == NEW
-
-
-@pytest.mark.fault("G10", "O20")
-def test_after_a_shard_vanished_during_the_restore_an_older_commit_is_taken(
-    store: FileStore, tmp_path: Path, to: Path
-) -> None:
-    """Retention or a lifecycle rule may delete a chunk while others are fetched."""
-    gone = in_store(tmp_path, 200, "deep/er/optim.pt", 1).name
-
-    def vanish(key: str, _offset: int, _into: memoryview) -> bool:
-        if key.endswith(gone):
-            raise NotFound("no such key")
-        return True
-
-    got = restore(OddStore(tmp_path / "store", vanish), KEYS, RestoreTarget(to))
-    assert got.ref == OLD_REF
-    assert got.skipped == ((NEW_REF, "deep/er/optim.pt is missing from the store"),)
-    assert tree(to) == OLD
-
-
 # ---------------------------------------------------------------- the destination
 
 
@@ -531,31 +454,6 @@ def test_a_link_put_into_the_target_during_the_restore_is_not_followed(
         )
     assert (elsewhere / "er" / "optim.pt").read_bytes() == b"precious"
     assert not to.exists()
-
-
-@pytest.mark.fault("G11")
-def test_a_restore_stopped_before_its_first_chunk_leaves_nothing(
-    store: FileStore, tmp_path: Path, to: Path
-) -> None:
-    """Neither the destination nor a partial directory: there is no chunk to reuse."""
-    stop = threading.Event()
-    seen: list[list[str]] = []
-
-    def stop_here(_key: str, _offset: int, _into: memoryview) -> bool:
-        seen.append(os.listdir(to.parent))
-        stop.set()
-        return True
-
-    with pytest.raises(Stopped):
-        restore(
-            OddStore(tmp_path / "store", stop_here),
-            KEYS,
-            RestoreTarget(to),
-            options=ReadOptions(connections=1, stop=stop),
-        )
-    assert len(seen) == 1
-    assert seen[0][0].startswith(".here.partial-")
-    assert os.listdir(to.parent) == []
 
 
 @pytest.mark.fault("G11", "D12")

@@ -14,9 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from swansong_bucket.errors import StagingError, Stopped, Transient
+from swansong_bucket.errors import StagingError, Stopped
 from swansong_bucket.format import manifest
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.model import CommitRef
@@ -136,27 +134,6 @@ def test_a_restore_may_be_interrupted_several_times(
     assert got.ref == CommitRef(1, 200)
 
 
-@pytest.mark.fault("O01", "G11")
-def test_a_store_that_fails_in_the_middle_costs_no_bytes(
-    store: FileStore, tmp_path: Path, to: Path
-) -> None:
-    """The chunks fetched before the failure stay, and the error says so."""
-    bad = OddStore(tmp_path / "store")
-
-    def fail(_key: str, _offset: int, _window: memoryview) -> None:
-        if len(bad.given) == 4:
-            raise Transient("connection reset")
-
-    bad.instead = fail
-    with pytest.raises(Transient, match="connection reset") as caught:
-        restore(bad, KEYS, RestoreTarget(to), options=ReadOptions(connections=1))
-    assert "The fetched chunks stay" in caught.value.hint
-    got, again = resumed(tmp_path, to)
-    assert tree(to) == NEW
-    assert len(again.given) == REQUESTS - 3
-    assert got.skipped == ()
-
-
 # ---------------------------------------------------------------- chunks are verified
 
 
@@ -186,27 +163,6 @@ def test_a_file_that_a_power_cut_emptied_or_removed_is_fetched_again(
     got, _ = resumed(tmp_path, to)
     assert tree(to) == NEW
     assert got.reused_bytes == 0
-
-
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(where=st.floats(0, 1), byte=st.integers(0, 255), cut=st.booleans())
-def test_a_corrupt_journal_only_costs_bytes(
-    store: FileStore, tmp_path: Path, to: Path, *, where: float, byte: int, cut: bool
-) -> None:
-    """Any byte of the journal changed, or its end truncated: the result is right."""
-    journal = cut_off(tmp_path, to, 8) / "journal"
-    data = bytearray(journal.read_bytes())
-    at = int(where * (len(data) - 1))
-    if cut:
-        del data[at:]
-    else:
-        data[at] = byte
-    journal.write_bytes(data)
-    resumed(tmp_path, to)
-    assert tree(to) == NEW
-    shutil.rmtree(to)
 
 
 @pytest.mark.fault("D06", "G11")

@@ -321,15 +321,6 @@ def test_the_bucket_is_in_another_region(cloud: Cloud) -> None:
     store.check()
 
 
-@pytest.mark.fault("O07")
-def test_a_server_that_is_not_trusted(open_cloud: Callable[[str], Cloud]) -> None:
-    """A certificate that this VM does not trust is Permanent: a retry cannot help."""
-    url = open_cloud("s3-tls").server.url
-    with pytest.raises(Permanent) as caught:
-        store_at("s3://bucket", url, region="us-east-1").check()
-    assert "certificate" in caught.value.hint
-
-
 @pytest.mark.fault("O06")
 def test_a_wrong_clock(cloud: Cloud) -> None:
     """Permanent, without retries, and a hint that names the clock."""

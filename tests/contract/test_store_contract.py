@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every statement of stores/base.py, for every backend, with and without the retry wrapper."""
+"""Every statement of stores/base.py, for every backend.
+
+tests/unit/stores/test_wrappers.py shows that the wrappers change no call.
+"""
 
 from __future__ import annotations
 
@@ -183,11 +186,9 @@ def test_no_retention_by_default(store: ObjectStore) -> None:
     assert store.head("key") is None
 
 
-def test_get_refuses_a_large_object(
-    store: ObjectStore, bare_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_get_refuses_a_large_object(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object above the limit raises Permanent before it fills the memory."""
-    backend = RemoteStore if isinstance(bare_store, RemoteStore) else type(bare_store)
+    backend = RemoteStore if isinstance(store, RemoteStore) else type(store)
     monkeypatch.setattr(sys.modules[backend.__module__], "GET_BYTES_MAX", 1000)
     store.put("small", b"x" * 1000)
     store.put("large", b"x" * 1001)
@@ -322,23 +323,21 @@ def test_stores_with_different_prefixes_are_separate(cloud: Cloud) -> None:
 
 
 def test_a_listing_of_more_than_one_page(
-    bare_store: ObjectStore, requires: Callable[[str], None]
+    store: ObjectStore, requires: Callable[[str], None]
 ) -> None:
     """More than a thousand keys are listed completely, for any order of "/" and "."."""
     requires("pages of directories")
     keys = [f"shard-{number // 100}/{number:05d}" for number in range(995)]
     keys = sorted([*keys, *(f"shard-{number}.json" for number in range(10))])
 
-    patient = retrying(
-        bare_store, budget_s=10.0
-    )  # rclone may answer 500 while it makes a directory
+    patient = retrying(store, budget_s=10.0)  # rclone may answer 500 while it makes a directory
 
     def create(number: int) -> None:
         for key in keys[number::8]:
             patient.put(key, b"")
 
     in_threads(8, create)
-    assert sorted(info.key for info in bare_store.list("shard-")) == keys
+    assert sorted(info.key for info in store.list("shard-")) == keys
 
 
 # ---------------------------------------------------------------- the store itself
@@ -373,10 +372,11 @@ def test_a_missing_directory_is_like_a_missing_bucket(tmp_path: Path) -> None:
     assert list(store.list("")) == []
 
 
-def test_many_threads(bare_store: ObjectStore, server_name: str) -> None:
+def test_many_threads(store: ObjectStore, server_name: str) -> None:
     """Eight threads with puts, reads, ranges and listings do not affect each other."""
 
-    store = retrying(bare_store) if "deletes beside puts" in lacks(server_name) else bare_store
+    if "deletes beside puts" in lacks(server_name):
+        store = retrying(store)
 
     def work(number: int) -> None:
         for turn in range(5):
@@ -436,7 +436,7 @@ def test_a_wrong_option_is_refused_when_the_store_is_opened(url: str, key: str, 
         open_store(StoreAccess(url=url, **{key: value}))
 
 
-def test_errors_name_the_call_and_the_store(bare_store: ObjectStore) -> None:
+def test_errors_name_the_call_and_the_store(store: ObjectStore) -> None:
     """One line with the operation and the key."""
     with pytest.raises(StoreError, match="no/such/key"):
-        bare_store.get("no/such/key")
+        store.get("no/such/key")

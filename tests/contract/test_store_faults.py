@@ -80,25 +80,6 @@ def test_a_reset_at_every_point(cloud: Cloud, point: str, call: str) -> None:
     getattr(errand, call)()
 
 
-@pytest.mark.fault("O02")
-@pytest.mark.parametrize(
-    ("call", "point"),
-    [
-        ("create", "mid_body"),
-        ("create", "before_answer"),
-        ("get_range", "in_answer"),
-    ],
-)
-def test_a_stall(cloud: Cloud, call: str, point: str) -> None:
-    """A stall at any point is detected, and the request is repeated on another connection."""
-    errand = Errand(careful(cloud))
-    match, method = CALLS[call]
-    cloud.order("break", kind="stall", at=point, match=match, method=method)
-    began = time.monotonic()
-    getattr(errand, call)()
-    assert time.monotonic() - began < 15
-
-
 @pytest.mark.fault("O04")
 def test_a_storm_of_refusals(cloud: Cloud) -> None:
     """Eight senders, every second request refused: all chunks arrive unchanged."""
@@ -193,74 +174,6 @@ def test_bytes_that_change_after_their_checksum_create_no_object(cloud: Cloud) -
 
 
 # ---------------------------------------------------------------- connections and outages
-
-
-@pytest.mark.fault("O01")
-def test_connection_refused(cloud: Cloud, proxy: FaultProxy) -> None:
-    """Transient, and a later call works: the client recovers."""
-    store = cloud.open(cloud.by(proxy))
-    store.put("key", b"content")
-    proxy.refuse()
-    for call in (lambda: store.get("key"), lambda: store.put("key", b""), store.check):
-        with pytest.raises(Transient):
-            call()
-    proxy.forward()
-    assert store.get("key") == b"content"
-
-
-@pytest.mark.fault("O01")
-@pytest.mark.parametrize("way", ["up", "down"])
-def test_reset_at_every_offset(cloud: Cloud, proxy: FaultProxy, way: Way) -> None:
-    """A reset at any byte, in either direction, is Transient; the retry succeeds."""
-    store = cloud.open(cloud.by(proxy))
-    store.put("key", SMALL)
-
-    def create() -> None:
-        store.create("chunk", Body(SMALL))
-
-    def read() -> None:
-        assert get_range(store, "key", 0, len(SMALL)) == SMALL
-
-    calls = [create, read]
-    offsets = (0, 1, 17, 60, 150, 250, *range(1_000, 190_000, 37_123))
-    struck = 0
-    for offset in offsets:
-        for call in calls:
-            proxy.reset(way, offset)
-            before = proxy.hits
-            try:
-                call()
-            except Transient:
-                assert proxy.hits > before
-                struck += 1
-            else:
-                assert proxy.hits == before, "the connection broke without an error"
-    assert struck >= len(offsets)
-    proxy.reset(way, 100, times=1)
-    careful = retrying(store)
-    careful.create("other", Body(SMALL))
-    proxy.reset(way, 100, times=1)
-    assert careful.get("other") == SMALL
-
-
-@pytest.mark.fault("O04")
-@pytest.mark.parametrize(("wait", "attempts"), [({}, 3), ({"retry_after_s": 3600}, 1)])
-def test_an_outage_longer_than_the_time_left(
-    cloud: Cloud, wait: dict[str, int], attempts: int
-) -> None:
-    """No attempt starts after the deadline, which is stronger than a Retry-After of an hour."""
-    bare = cloud.open(limits=LIMITS)
-    bare.check()
-    cloud.order("outage", seconds=60, **wait)
-    give_up = time.monotonic() + 0.5
-    with pytest.raises(Transient):
-        retrying(bare, give_up_mono_s=lambda: give_up).put("key", b"")
-    assert time.monotonic() - give_up < 5
-    asked = len(cloud.requests())
-    assert asked >= attempts
-    with pytest.raises(Transient):
-        retrying(bare, give_up_mono_s=time.monotonic).put("key", b"")
-    assert len(cloud.requests()) == asked
 
 
 # ---------------------------------------------------------------- credentials in the middle

@@ -217,12 +217,12 @@ class History:
 @pytest.mark.fault("G40", "O20")
 @pytest.mark.parametrize("server_name", NAMES, indirect=True)
 def test_all_that_is_protected_comes_back(
-    bare_store: ObjectStore, server_name: str, tmp_path: Path
+    store: ObjectStore, server_name: str, tmp_path: Path
 ) -> None:
     """Power cuts at any request, starts, prunes, pins; each damage is found, and costs only its commits."""
     is_signed = server_name != "memory"
-    store = signed(bare_store, KEY) if is_signed else bare_store
-    run = History(store, tmp_path, server_name)
+    view = signed(store, KEY) if is_signed else store
+    run = History(view, tmp_path, server_name)
     for _ in range(COMMITS):
         run.commit()
         chance = run.random.random()
@@ -230,17 +230,15 @@ def test_all_that_is_protected_comes_back(
             run.pin()
         elif chance < 0.2 and run.content:
             run.prune()
-    assert verify(store, KEYS).defects == []
+    assert verify(view, KEYS).defects == []
     for ref in run.content:
         assert run.restored(tmp_path / f"at-{ref.step}", ref.step) == ref
     objects = [
-        info.key
-        for info in bare_store.list("r/")
-        if "/commits/" in info.key or "/data/" in info.key
+        info.key for info in store.list("r/") if "/commits/" in info.key or "/data/" in info.key
     ]
     users: dict[str, set[CommitRef]] = {}
-    for found in catalog.list_commits(store, KEYS):
-        (manifest,) = catalog.load(store, KEYS, found)
+    for found in catalog.list_commits(view, KEYS):
+        (manifest,) = catalog.load(view, KEYS, found)
         for chunk in manifest.chunks:
             users.setdefault(chunk.key, set()).add(found.ref)
     folders = {f"/{ref.generation:08d}/{ref.step:012d}/": ref for ref in run.content}
@@ -250,28 +248,26 @@ def test_all_that_is_protected_comes_back(
         hit = users.get(key, set())
         if is_manifest:
             hit = {ref for folder, ref in folders.items() if folder in key}
-        data = bare_store.get(key)
+        data = store.get(key)
         how = run.random.choice(("flip", "cut", "delete"))
         place = run.random.randrange(len(data))
         if how == "flip":
-            bare_store.put(key, data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
+            store.put(key, data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
         elif how == "cut":
-            bare_store.put(key, data[:place])
+            store.put(key, data[:place])
         else:
-            bare_store.delete(key)
+            store.delete(key)
         is_gone = how == "delete" and is_manifest
         whole = set(run.content) - hit
-        assert {each.ref for each in verify(store, KEYS).defects} == (set() if is_gone else hit), (
-            how
-        )
+        assert {each.ref for each in verify(view, KEYS).defects} == (set() if is_gone else hit), how
         to = tmp_path / f"damaged-{number}"
         if whole:
             assert run.restored(to) == max(whole)
         else:
             with pytest.raises(NothingToRestore):
                 run.restored(to)
-        bare_store.put(key, data)
-    assert verify(store, KEYS).defects == []
+        store.put(key, data)
+    assert verify(view, KEYS).defects == []
     print(
         f"{server_name}: {len(run.content)} commits left, {run.vms} starts, {run.prunes} prunes, "
         f"{run.cuts} power cuts, {len(run.pinned)} pins, {DAMAGES} damages"

@@ -204,32 +204,6 @@ def test_without_the_right_to_read_a_retention_nothing_is_deleted(
     assert opened(cloud, bucket).get("kept/a") == b"1"
 
 
-def test_a_delete_in_a_bucket_with_versions_keeps_the_bytes(
-    open_cloud: Callable[[str], Cloud],
-) -> None:
-    """The key disappears from listings; the version remains, and can be deleted after its retention only."""
-    cloud = open_cloud("s3")
-    bucket = new_bucket(cloud)
-    store = opened(cloud, bucket)
-    store.put("kept/a", b"1")
-    client = client_of(cloud)
-    key = f"{cloud.prefix}/kept/a"
-    client.delete_object(Bucket=bucket, Key=key)
-    assert list(store.list("")) == []
-    versions = client.list_object_versions(Bucket=bucket)
-    assert [each["Key"] for each in versions["DeleteMarkers"]] == [key]
-    [version] = versions["Versions"]
-    with pytest.raises(ClientError, match="AccessDenied"):
-        client.delete_object(Bucket=bucket, Key=key, VersionId=version["VersionId"])
-    client.delete_object(
-        Bucket=bucket,
-        Key=key,
-        VersionId=version["VersionId"],
-        BypassGovernanceRetention=True,
-    )
-    assert "Versions" not in client.list_object_versions(Bucket=bucket)
-
-
 def test_compliance_has_no_exception(open_cloud: Callable[[str], Cloud]) -> None:
     """No right shortens the retention or deletes the version; governance has such a right."""
     cloud = open_cloud("s3")

@@ -215,23 +215,6 @@ def test_a_head_without_a_length(open_cloud: Callable[[str], Cloud]) -> None:
 
 
 @pytest.mark.fault("O12")
-@pytest.mark.parametrize("call", ["put", "create"])
-def test_a_write_that_is_not_acknowledged(cloud: Cloud, call: str) -> None:
-    """200 without an ETag is not a receipt: the write is repeated, and the object is whole."""
-    store = cloud.open()
-    calls: dict[str, Callable[[ObjectStore], object]] = {
-        "put": lambda each: each.put("key", CONTENT),
-        "create": lambda each: each.create("key", Body(CONTENT)),
-    }
-    cloud.order("spoil", how="without", field="ETag", method="PUT")
-    with pytest.raises(Transient):
-        calls[call](store)
-    cloud.order("spoil", how="without", field="ETag", method="PUT")
-    calls[call](retrying(store))
-    assert store.get("key") == CONTENT
-
-
-@pytest.mark.fault("O12")
 def test_a_write_that_had_no_effect(cloud: Cloud) -> None:
     """A foreign server acknowledges nothing: its page is never a success, and the chunk is sent again."""
     store = cloud.open()

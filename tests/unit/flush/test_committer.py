@@ -549,21 +549,6 @@ def test_a_record_is_kept_during_an_outage_of_the_store(rig: CommitterRig) -> No
         assert rig.next() == GenerationClaimed(START, 1, None)
 
 
-@pytest.mark.fault("S1", "S3")
-def test_a_record_that_this_user_did_not_write_counts_as_none(
-    rig: CommitterRig, tmp_path: Path
-) -> None:
-    """A link is not followed, and no claim is resumed.  ``openat.read_file`` refuses more kinds of files."""
-    assert rig.claimed() == 1
-    elsewhere = tmp_path / "elsewhere"
-    os.rename(rig.own / "claim.json", elsewhere)
-    (rig.own / "claim.json").symlink_to(elsewhere)
-    before = elsewhere.read_bytes()
-    assert rig.started() == [RunRead(None)]
-    assert rig.claimed("next") == 2
-    assert elsewhere.read_bytes() == before
-
-
 @needs_root
 def test_a_record_of_another_user_counts_as_none(rig: CommitterRig) -> None:
     """So does a record in a directory of another user."""
@@ -1048,13 +1033,6 @@ def test_a_failed_gpu_of_another_vm_makes_the_checkpoint_unsound(
     assert rig.started() == [RunRead(NINE, "", is_sound)]
     with rig.committer() as committer:
         assert counted(rig, committer) == PartsCounted(NINE, 2, NINE, is_sound)
-
-
-@pytest.mark.fault("X09")
-def test_a_daemon_that_starts_reads_the_mark_of_its_own_commit(rig: CommitterRig) -> None:
-    """The trainer may have deleted the set since."""
-    committed.commit(rig.store, {"w": b"1"}, step=9, health={GPU_IS_SOUND: 0.0})
-    assert rig.started() == [RunRead(NINE, "", False)]
 
 
 @pytest.mark.fault("G17")

@@ -86,13 +86,6 @@ def test_each_chunk_is_one_request_under_the_generation_of_the_set(flush: FlushR
     assert done.bytes_sent == flush.store.bytes_sent == sum(sizes)
 
 
-def test_a_hundred_small_files_need_few_requests(tmp_path: Path) -> None:
-    """They share chunks of full size."""
-    flush = FlushRig(tmp_path, small_bytes_max=CHUNK)
-    done = flush.flushed(staged_set(flush.run_directory, small_files(100)))
-    assert len(flush.store.requests) == len(set(keys_of(done))) == 10
-
-
 # ---------------------------------------------------------------------- void sets and failures
 
 
@@ -525,17 +518,3 @@ def test_a_flush_begins_with_half_of_the_workers_of_the_one_before(tmp_path: Pat
     until(lambda: flush.engine._idle == 20 - 8, what="the other workers to wait")
     held.set()
     assert isinstance(flush.outcome(), Flushed)
-
-
-def test_small_files_of_a_growing_set_wait_for_a_quarter_of_a_chunk(tmp_path: Path) -> None:
-    """A chunk is sent when enough bytes wait, the rest after the seal, and no byte twice."""
-    flush = FlushRig(tmp_path, small_bytes_max=CHUNK)
-    small = small_files(7, 60)
-    flush.started(staged_set(flush.run_directory, dict(list(small.items())[:3])), is_sealed=False)
-    until(lambda: flush.engine._queues and not flush.engine._is_beginning)
-    assert not flush.store.requests
-    flush.started(staged_set(flush.run_directory, dict(list(small.items())[3:6])), is_sealed=False)
-    until(lambda: flush.store.bytes_sent == 5 * 60, what="the first chunk")
-    done = flush.flushed(staged_set(flush.run_directory, dict(list(small.items())[6:])))
-    assert flush.store.bytes_sent == 7 * 60
-    assert len(set(keys_of(done))) == 2

@@ -64,14 +64,6 @@ def test_a_farewell_has_the_verdict_and_the_timeline() -> None:
     }
 
 
-def test_a_farewell_names_the_part_of_a_checkpoint_that_is_not_whole() -> None:
-    """Over several VMs: the part that this VM has committed, and the number of VMs that have."""
-    part = VmPart(CommitRef(2, 9), 3, 2)
-    body = json.loads(written(Conclude("e1", Verdict.PARTIAL, "late", CommitRef(2, 7), 1.0, part)))
-    assert (body["commit"]["step"], body["complete"]) == (7, False)
-    assert body["part"] == {"generation": 2, "step": 9, "nodes": 3, "nodes_committed": 2}
-
-
 def test_a_loss_names_no_commit() -> None:
     """The field is null, not a commit of step 0."""
     data = written(Conclude("e1", Verdict.LOST, "nothing was staged", None, -0.5), left_out=3)

@@ -167,17 +167,6 @@ def test_every_flipped_bit_is_refused() -> None:
 
 
 @pytest.mark.fault("G08")
-@given(manifest=manifests, data=st.data())
-def test_a_flipped_bit_is_refused_in_any_manifest(manifest: Manifest, data: st.DataObject) -> None:
-    """The same for arbitrary manifests with arbitrary strings."""
-    flipped = bytearray(encode(manifest))
-    bit = data.draw(st.integers(0, 8 * len(flipped) - 1))
-    flipped[bit // 8] ^= 1 << bit % 8
-    with pytest.raises(CorruptError):
-        decode(bytes(flipped))
-
-
-@pytest.mark.fault("G08")
 def test_a_truncated_manifest_is_refused() -> None:
     """Every prefix is refused, also the empty one, and every extension."""
     data = encode(MANIFEST)
@@ -404,14 +393,11 @@ SHARE = 8
 VALUES = manifests_module.VALUES_MAX // SHARE - 1000
 COSTLY: dict[str, Callable[[], bytes]] = {
     "lists": lambda: b'{"a":[' + b"[]," * (BYTES_MAX // 3 - 10) + b"[]]}",
-    "lists that are parsed": lambda: forged(added=[[] for _ in range(VALUES // 2)]),
     "keys": lambda: forged(added={f"{n:x}": n for n in range(VALUES)}),
-    "numbers": lambda: forged(added=[0.125 for _ in range(VALUES)]),
     "text": lambda: forged(added="x" * (BYTES_MAX - 3000) + "\U0001f600"),
     "deep": lambda: b"[" * 400_000,
     "one byte too many": lambda: b" " * (BYTES_MAX + 1),
     "extents": lambda: with_shard(extents=[[0, 0, 1]] * (VALUES // 4)),
-    "whole chunks": lambda: with_shard(extents=[0] * VALUES),
     "chunks": lambda: forged(chunks=[[name_of(f"{n}"), 9] for n in range(VALUES // 4)]),
 }
 

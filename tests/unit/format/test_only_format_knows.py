@@ -7,8 +7,6 @@ import ast
 import re
 from collections.abc import Iterator
 
-import pytest
-
 from testkit import REPOSITORY
 
 DAEMON = REPOSITORY / "daemon"
@@ -39,22 +37,6 @@ def test_no_other_module_has_a_piece_of_the_format() -> None:
     assert len(others) > 100
     pieces = {str(path): list(found(path.read_text(encoding="utf-8"))) for path in others}
     assert {path: strings for path, strings in pieces.items() if strings} == {}
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        'key = f"{run}/commits/{ref}"',
-        'store.list("r/generations/")',
-        'store.list(f"{keys.run}/data/")',
-        'key = f"{step:012d}"',
-        'body = {"format": "swansong-farewell"}',
-        'name = f"{node}-of-{nodes}.json"',
-    ],
-)
-def test_pieces_of_the_format_are_recognised(line: str) -> None:
-    """The check would fail on each of these lines."""
-    assert list(found(line))
 
 
 def test_the_check_recognises_the_real_modules() -> None:

@@ -50,22 +50,13 @@ class Held(OddStore):
         self.lists = 0
         self.places: dict[str, tuple[str, int]] = {}
         """Path and offset of each chunk in its file, by its key."""
-        self._passes: str | None = None
 
     def hold(self) -> None:
         self.release.clear()
 
-    def hold_unless(self, part: str) -> None:
-        """Hold all reads of chunks of files without this part in their paths."""
-        self._passes = part
-        self.hold()
-
     def _hold(self, key: str, _offset: int, _window: memoryview) -> None:
-        path, offset = self.places[key]
-        is_free = (
-            offset < 3 * committed.CHUNK_BYTES if self._passes is None else self._passes in path
-        )
-        assert is_free or self.release.wait(30)
+        _path, offset = self.places[key]
+        assert offset < 3 * committed.CHUNK_BYTES or self.release.wait(30)
 
     def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
         super().get_range(key, offset, size_bytes, sink)
@@ -407,17 +398,6 @@ def test_a_store_that_fails_during_the_data_costs_no_chunk_twice(
     assert not partial.exists()
 
 
-@pytest.mark.fault("G25")
-def test_a_prefetch_waits_for_a_store_that_is_away(vm: Vm) -> None:
-    """It begins when the store returns."""
-    vm.commit(100)
-    vm.store.is_away = True
-    vm.prefetch.start()
-    vm.shows("waiting", "503")
-    vm.store.is_away = False
-    vm.shows("ready")
-
-
 class Job:
     """A commit of 8 VMs with one rank each, and a new start of one of these VMs."""
 
@@ -522,34 +502,6 @@ def test_an_own_part_without_room_is_a_failure(
     vm.prefetch.start()
     vm.shows("failed", "bytes")
     assert job.ask("rank-00006/").answer().step == 100
-
-
-def test_a_rank_does_not_wait_for_the_shards_of_other_vms(vm: Vm, job: Job) -> None:
-    """They are on their way when the rank asks: it gets its own, which are there, and they are dropped."""
-    job.had_rank(6)
-    vm.store.hold_unless("rank-00006")
-    vm.prefetch.start()
-    until(lambda: len(vm.store.given) > CHUNKS, what="requests for the others")
-    asked = job.ask("rank-00006/")
-    until(lambda: _is_cancelled(vm), what="the end of the prefetch")
-    vm.store.release.set()
-    found = asked.answer()
-    assert list(committed.tree(Path(found.path))) == ["rank-00006/w.bin"]
-    vm.shows("answered")
-    until(lambda: vm.directories == [Path(found.path).name], what="the removal of the other parts")
-
-
-def test_a_rank_that_reads_all_shards_joins(vm: Vm, job: Job) -> None:
-    """Each chunk is fetched once, those of this VM and those of the others."""
-    job.had_rank(6)
-    vm.store.hold_unless("rank-00006")
-    vm.prefetch.start()
-    until(lambda: len(vm.store.given) > CHUNKS, what="requests for the others")
-    asked = job.ask()
-    vm.store.release.set()
-    answer = asked.answer()
-    assert committed.tree(Path(answer.path)) == job.files
-    assert len(vm.store.given) == 8 * CHUNKS, "no chunk was fetched twice"
 
 
 def test_a_prefetch_can_be_switched_off(vm: Vm) -> None:

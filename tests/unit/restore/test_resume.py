@@ -174,24 +174,6 @@ def test_a_set_sealed_just_before_the_query_is_found(vm: Vm) -> None:
     assert vm.ask().answer().step == 110
 
 
-def test_a_damaged_commit_is_skipped(vm: Vm) -> None:
-    """One bit of the newest commit is wrong: the commit before it is restored."""
-    vm.commit(100)
-    committed.flip_bit(vm.commit(200), 77)
-    answer = vm.answer()
-    assert (answer.step, answer.error) == (100, "")
-    assert committed.tree(Path(answer.path)) == FILES
-
-
-def test_a_run_of_damaged_commits_is_an_error_and_not_fresh(vm: Vm) -> None:
-    """Training from scratch would supersede commits that an operator can repair."""
-    for step in (100, 200):
-        committed.flip_bit(vm.commit(step), 77)
-    answer = vm.answer()
-    assert answer.path == ""
-    assert answer.error != ""
-
-
 @pytest.mark.fault("S25")
 def test_a_run_of_unsigned_commits_is_an_error_and_not_fresh(vm: Vm) -> None:
     """With a wrong key, or a key that was added later, no trainer starts from scratch."""
@@ -200,14 +182,6 @@ def test_a_run_of_unsigned_commits_is_an_error_and_not_fresh(vm: Vm) -> None:
     answer = vm.answer()
     assert answer.path == ""
     assert "none has a name that this key signed" in answer.error
-
-
-@pytest.mark.fault("G16")
-def test_an_unknown_object_among_the_commits_is_an_error_and_not_a_fresh_run(vm: Vm) -> None:
-    vm.store.put("r/commits/100000000/000000000001/00000-of-00001.json", b"{}")
-    answer = vm.answer()
-    assert answer.path == ""
-    assert "r/commits/100000000" in answer.error
 
 
 def test_a_missing_store_is_an_error_and_not_a_fresh_run(vm: Vm) -> None:

@@ -153,14 +153,6 @@ def test_a_reader_holds_the_newest_commits_only(
     assert steps == list(range(49, 39, -1))
 
 
-def test_load_returns_the_manifests_by_node(store: FileStore) -> None:
-    """All manifests of a commit, in order of their nodes."""
-    made = [commit(store, {f"n{node}": b"x"}, node=node, nodes=3) for node in (2, 0, 1)]
-    (found,) = catalog.list_commits(store, KEYS)
-    assert found.is_complete
-    assert catalog.load(store, KEYS, found) == tuple(sorted(made, key=lambda it: it.node))
-
-
 @pytest.mark.parametrize(
     "key",
     [

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -23,7 +22,6 @@ from structlog.testing import CapturingLogger, capture_logs
 from swansong import openat
 from swansong_bucket.errors import StagingError
 from swansongd.core.events import Event, Scanned
-from swansongd.staging import scan
 from swansongd.staging.observe import StagingObserver
 from swansongd.staging.prepare import prepare
 from swansongd.staging.seal import Scanner
@@ -289,13 +287,6 @@ def test_one_daemon_locks_a_run(tmp_path: Path) -> None:
     prepare(tmp_path, "r1").release()
 
 
-def test_the_lock_is_not_inherited(tmp_path: Path) -> None:
-    """A child of the daemon does not hold the lock after the daemon has ended."""
-    held = prepare(tmp_path, "r1")
-    assert fcntl.fcntl(held.own_fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
-    held.release()
-
-
 @pytest.mark.fault("D08")
 def test_the_staging_directory_is_never_created(tmp_path: Path) -> None:
     """If the mount is missing, the daemon reports it instead of filling the root disk."""
@@ -357,36 +348,6 @@ def test_an_unwritable_staging_directory_is_named(tmp_path: Path) -> None:
     finally:
         os.seteuid(0)
     assert "write" in caught.value.hint
-
-
-@pytest.mark.fault("D12")
-def test_half_removed_sets_are_removed_at_the_start(tmp_path: Path) -> None:
-    """The next start removes the rest of an interrupted removal; sets stay."""
-    write_files(tmp_path / "r1" / ".swansongd" / "0123456789abcdef.removing", {"a/b": b"1"})
-    write_set(tmp_path / "r1")
-    held = prepare(tmp_path, "r1")
-    scan.remove_leftovers(held.fd)
-    assert sorted(os.listdir(tmp_path / "r1")) == [".swansongd", "step-000000000005.abc"]
-    assert os.listdir(held.own) == []
-    held.release()
-
-
-def test_a_deep_tree_does_not_prevent_the_start(tmp_path: Path) -> None:
-    """1,500 levels: the start ignores them, and their removal does not recurse."""
-    prepare(tmp_path, "r1").release()
-    for parent in (tmp_path / "r1", tmp_path / "r1" / ".swansongd"):
-        fd = openat.open_directory(parent)
-        for name in ["0123456789abcdef.removing", *["x"] * 1500]:
-            below = openat.make_directory(name, dir_fd=fd, mode=0o700)
-            os.close(fd)
-            fd = below
-        os.close(fd)
-    held = prepare(tmp_path, "r1")
-    scan.remove_leftovers(held.fd)
-    assert os.listdir(held.own) == []
-    assert (tmp_path / "r1" / "0123456789abcdef.removing").exists()
-    openat.remove_tree("0123456789abcdef.removing", dir_fd=held.fd)  # too deep for pytest
-    held.release()
 
 
 @pytest.mark.fault("D02")

@@ -79,12 +79,6 @@ def test_a_sealed_set_needs_no_time_to_settle(run: Path, scanner: Scanner, clock
     assert not scanner.is_settling
 
 
-def test_a_set_of_an_earlier_boot_is_a_set(run: Path, scanner: Scanner) -> None:
-    """The scanner need not have observed the writing of the set."""
-    write_set(run)
-    assert len(scanner.scan().staged) == 1
-
-
 @pytest.mark.fault("T03")
 def test_a_partial_directory_is_pending(run: Path, scanner: Scanner) -> None:
     """The directory of a trainer that died while saving is never taken, however old it is."""
