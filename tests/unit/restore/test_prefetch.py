@@ -398,6 +398,17 @@ def test_a_store_that_fails_during_the_data_costs_no_chunk_twice(
     assert not partial.exists()
 
 
+@pytest.mark.fault("G25")
+def test_a_prefetch_waits_for_a_store_that_is_away(vm: Vm) -> None:
+    """It begins when the store returns."""
+    vm.commit(100)
+    vm.store.is_away = True
+    vm.prefetch.start()
+    vm.shows("waiting", "503")
+    vm.store.is_away = False
+    vm.shows("ready")
+
+
 class Job:
     """A commit of 8 VMs with one rank each, and a new start of one of these VMs."""
 
