@@ -283,16 +283,6 @@ def test_a_lost_reply_without_the_right_to_overwrite(narrow: Cloud, size_bytes: 
     assert store.get("shard") == content
 
 
-@pytest.mark.fault("O08", "O09")
-def test_create_if_absent_without_the_right_to_overwrite(narrow: Cloud) -> None:
-    """It raises Exists, which fencing and commits depend on."""
-    store = narrow.open()
-    store.put("claim", b"1", if_absent=True)
-    with pytest.raises(Exists):
-        store.put("claim", b"2", if_absent=True)
-    assert store.get("claim") == b"1"
-
-
 def test_a_missing_right(gcs: Cloud) -> None:
     """403 for a missing object is an error: the shard must not count as stored."""
     store = gcs.open()

@@ -99,10 +99,6 @@ def test_another_file_system_in_its_place(files: FileStore, root: Path, tmp_path
 
 SWAPPED = """
 import os, subprocess, sys
-from swansongd.config.config import load
-from swansong_tools.doctor import checks
-from swansong_tools.doctor.findings import Judgement, Level
-from swansong_tools.doctor.installation import Installation, daemon_account
 from swansong_bucket.errors import Permanent
 from swansong_bucket.stores.file.store import FileStore
 def mount():

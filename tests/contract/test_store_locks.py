@@ -7,7 +7,6 @@ import json
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,11 @@ from botocore.client import Config
 from botocore.exceptions import ClientError
 from swansong_bucket.config.sections import StoreConfig
 from swansong_bucket.errors import ConfigError, Locked, NotFound, Permanent, Transient
-from swansong_bucket.model import StoredShard
 from swansong_bucket.retention import locks
 from swansong_bucket.stores.base import Body, ObjectInfo
 from swansong_bucket.stores.opening import open_store
 from swansong_bucket.stores.retention import DAY_S, Lock, LockMode, StoreClock, instant, stamp
-from swansongd.flush.locker import Locker
-from swansongd.flush.store_health import StoreHealth
 
-from testkit import committed
 from testkit.store_backends import MIB, Cloud
 
 OURS = ("s3-tls", "gcs")
@@ -290,30 +285,3 @@ def test_a_directory_refuses_a_retention(tmp_path: Path) -> None:
         open_store(config, lock=locks.of(config))
     assert refused.value.problems[0].startswith("store.lock_days: ")
     assert locks.of(StoreConfig(url=tmp_path.as_uri())) is None
-
-
-@pytest.mark.fault("K03")
-def test_a_commit_is_locked_as_a_whole(strict: Cloud) -> None:
-    """The manifest for the days of the configuration, its data longer; an older object is extended."""
-    bucket = new_bucket(strict)
-    days = 8
-    scheme = "s3" if strict.is_s3 else "gs"
-    config = StoreConfig(url=f"{scheme}://{bucket}", lock_days=days, lock_mode="compliance")
-    store = strict.open(bucket=bucket, lock=locks.of(config))
-    old = strict.open(bucket=bucket, lock=Lock("compliance", lambda _: DAY_S))
-    first = committed.commit(old, {"model": b"1"}, step=10, nonce="a1")
-    second = committed.commit(store, {"model": b"2"}, step=20, nonce="b2")
-    store.put("r/generations/00000001.json", b"{}", if_absent=True)
-    made = replace(second, nonce="abc", shards=(*second.shards, *renamed(first.shards)))
-    Locker(store, days, is_urgent=lambda: False, health=StoreHealth(lambda _: None)).extend(made)
-    manifest_key = next(info.key for info in store.list("r/commits/") if "000020" in info.key)
-    assert ends_in(end_of(store, manifest_key), days)
-    for chunk in made.chunks:
-        assert ends_in(end_of(store, chunk.key), days + 2), chunk.key
-    assert end_of(store, "r/generations/00000001.json") is None
-    with pytest.raises(Locked):
-        store.delete(manifest_key)
-
-
-def renamed(shards: tuple[StoredShard, ...]) -> list[StoredShard]:
-    return [replace(shard, path=f"old-{shard.path}") for shard in shards]

@@ -600,35 +600,6 @@ def test_a_claim_with_the_last_generation_blocks_claims_until_it_is_deleted(
     assert planted in line["hint"]
 
 
-@pytest.mark.fault("S25", "G16")
-def test_an_unknown_object_among_the_commits_uses_up_one_generation(rig: CommitterRig) -> None:
-    """However often the listing after the claim fails: each retry finds the claim of its start."""
-    planted = f"{KEYS.commits}junk"
-    with rig.committer() as committer:
-        assert committer.drain(10)
-        rig.store.put(planted, b"")
-        committer.claim(ClaimGeneration(START))
-        until(rig.is_failing, what="the first failure")
-        committer.expedite()
-        tries = rig.tries
-        until(lambda: rig.tries > tries + 2, what="another try")
-        assert stored(rig, "") == [planted, KEYS.generation(1)]
-        rig.store.delete(planted)
-        assert rig.next() == GenerationClaimed(START, 1, None)
-
-
-def test_the_run_is_read_when_the_directory_of_the_store_exists(
-    rig: CommitterRig, tmp_path: Path
-) -> None:
-    """The store does not create it: its file system may not be mounted yet."""
-    with rig.committer(store=FileStore(f"file://{tmp_path}/new")) as committer:
-        until(lambda: "does not exist" in rig.reason, what="the first failure")
-        assert not (tmp_path / "new").exists()
-        (tmp_path / "new").mkdir()
-        committer.expedite()
-        assert rig.claim(committer) == GenerationClaimed(START, 1, None)
-
-
 def test_the_claim_is_retried_and_a_notice_cuts_its_backoff_short(
     rig: CommitterRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

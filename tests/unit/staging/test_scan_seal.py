@@ -116,21 +116,6 @@ def test_the_final_files_of_a_growing_set_are_listed(run: Path, scanner: Scanner
     assert scanned.pending == (directory.name,)
 
 
-def test_an_early_final_file_is_unchanged_in_the_sealed_set(run: Path, scanner: Scanner) -> None:
-    """Path, size, inode and time are the same, so the flush does not send it again."""
-    directory = begun_set(run)
-    (growing,) = scanner.scan().growing
-    shutil.rmtree(directory / layout.writing_directory(1))
-    begun = directory / layout.rank_begun_name(1)
-    begun.rename(directory / layout.rank_manifest_name(1))
-    directory.rename(run / layout.sealed_name(7, "n1"))
-    scanned = scanner.scan()
-    assert scanned.growing == ()
-    (sealed,) = scanned.staged
-    assert sealed.id == growing.id
-    assert set(growing.files) < set(sealed.files)
-
-
 def test_the_hooks_and_the_scan_agree_on_final_files(run: Path, scanner: Scanner) -> None:
     """During a save exactly the finished file is listed, with all facts that it has after the seal."""
     manifest = RankManifest(
