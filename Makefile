@@ -134,13 +134,13 @@ test-ray: $(STAMP) $(RAY)  ## test a job of Ray Train over three nodes, in a sep
 	$(BIN)/python -m pytest tests/hooks_ray $(PYTEST_ARGS)
 
 STORES  := build/stores/.installed
-FOREIGN ?= s3rver s3rver-tls ceph ceph-tls rclone-tls seaweedfs-tls azurite azurite-tls
+FOREIGN ?= ceph ceph-tls rclone-tls seaweedfs-tls azurite azurite-tls
 
 $(STORES): testkit/install_stores.sh $(wildcard requirements/stores/*)
 	testkit/install_stores.sh build/stores
 	touch $@
 
-test-stores: $(STAMP) $(STORES)  ## test the stores with further servers: s3rver, Ceph, Azurite, TLS (Node.js with npm, apt of Debian 12; 500 MB, 12 minutes)
+test-stores: $(STAMP) $(STORES)  ## test the stores with further servers: Ceph, Azurite, TLS (Node.js with npm, apt of Debian 12; 500 MB, 12 minutes)
 	SWANSONG_STORES="$(FOREIGN)" $(BIN)/python -m pytest --timeout=300 tests/contract/test_store_contract.py \
 		tests/contract/test_store_create.py tests/contract/test_store_table.py tests/contract/test_store_azure.py tests/contract/test_store_histories.py tests/process/test_foreign_stores.py $(PYTEST_ARGS)
 

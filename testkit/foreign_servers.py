@@ -152,26 +152,6 @@ def seaweedfs(folder: Path, pem: Path | None = None) -> ForeignServer:
     return server
 
 
-def s3rver(folder: Path, pem: Path | None = None) -> ForeignServer:
-    """A server in JavaScript, from npm."""
-    package = STORES / "node_modules" / "s3rver"
-    assert package.is_dir(), "s3rver is missing: run make test-stores"
-    account = json.dumps(str(package / "lib" / "models" / "account"))
-    keys = folder / "keys.js"
-    keys.write_text(f"require({account}).DUMMY_ACCOUNT.createKeyPair('test', 'test')\n")
-    server = ForeignServer(
-        # s3rver encrypts continuation tokens with DES, which OpenSSL 3 disables by default.
-        [_program("node", "Node.js"), "--openssl-legacy-provider", "--require", str(keys),
-         str(package / "bin" / "s3rver.js"), "--directory", str(folder / "data"),
-         "--address", "127.0.0.1", "--port", "0", "--no-vhost-buckets",
-         *(["--cert", str(pem), "--key", str(pem)] if pem else []), "--configure-bucket", BUCKET],
-        folder / "log",
-    )  # fmt: skip
-    server = _announced(server, r"127\.0\.0\.1:\d+")
-    server.url = f"{'https' if pem else 'http'}://{server.url}"
-    return server
-
-
 def ceph(folder: Path, pem: Path | None = None) -> ForeignServer:
     """Ceph's RADOS gateway on a monitor and an OSD in memory."""
     root = STORES / "ceph"
@@ -308,7 +288,6 @@ def azurite(folder: Path, pem: Path | None = None) -> ForeignServer:
 SERVE: dict[str, Callable[[Path, Path | None], ForeignServer]] = {
     "rclone": rclone,
     "seaweedfs": seaweedfs,
-    "s3rver": s3rver,
     "ceph": ceph,
     "azurite": azurite,
 }

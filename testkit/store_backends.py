@@ -55,16 +55,6 @@ LACKS = {
         "conditional deletes of many": "rclone ignores the ETags in a multi-object delete",
         "deletes beside puts": "rclone returns 500 where a put meets a directory that a delete has emptied",
     },
-    "s3rver": {
-        "create if absent": "s3rver ignores If-None-Match",
-        "spent names": "s3rver ignores If-None-Match",
-        "conditional delete": "s3rver ignores If-Match",
-        "conditional deletes of many": "s3rver ignores the ETags in a multi-object delete",
-        "pages of directories": "s3rver omits keys between the pages of a listing",
-        "cut bodies": "s3rver sometimes keeps the beginning of a body that was cut",
-        "first byte": "s3rver returns the whole object for the range 0-0",
-        "deletes beside puts": "s3rver returns 500 where a listing meets an object that is being deleted",
-    },
     "ceph": {
         "conditional delete": "Ceph 16 ignores If-Match in a delete",
         "conditional deletes of many": "Ceph 16 ignores the ETags in a multi-object delete",

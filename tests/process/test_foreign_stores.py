@@ -21,7 +21,6 @@ from testkit.waiting import until
 SERVERS = ("rclone", *os.environ.get("SWANSONG_STORES", "").split())
 DOCTOR_FAILURES = {
     "rclone": {"create-if-absent"},
-    "s3rver": {"create-if-absent"},
 }
 LARGE = 6 * 2**20
 """More than a chunk of 5 MiB."""
