@@ -67,7 +67,6 @@ class GcsObject:
 @dataclass
 class GcsBucket:
     objects: dict[str, GcsObject] = field(default_factory=dict)
-    noncurrent: list[tuple[str, GcsObject]] = field(default_factory=list)
     has_retention: bool = False
     has_versions: bool = False
     lifecycle: dict[str, Any] = field(default_factory=dict)
@@ -333,10 +332,9 @@ class Gcs:
     def _delete(self, bucket: str, name: str) -> StoreResponse:
         if not self._may_delete_object(name):
             raise GcsError(403, "AccessDenied")
-        found = self._objects(bucket)[name]
-        if self._buckets[bucket].has_versions:
-            self._buckets[bucket].noncurrent.append((name, found))
-        elif found.retention is not None and found.retention.until > self._now():
+        held = self._objects(bucket)[name].retention
+        is_locked = held is not None and held.until > self._now()
+        if is_locked and not self._buckets[bucket].has_versions:
             raise GcsError(403, "retentionPolicyNotMet")
         del self._objects(bucket)[name]
         return StoreResponse(204)

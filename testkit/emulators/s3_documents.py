@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""XML documents of the strict S3: multi-object deletes, versions, and settings of a bucket."""
+"""XML documents of the strict S3: multi-object deletes, and settings of a bucket."""
 
 from __future__ import annotations
 
@@ -61,19 +61,6 @@ def result_of_deletions(done: Iterable[tuple[str, Mapping[str, str]]]) -> StoreR
     return StoreResponse(200, ET.tostring(root), {"Content-Type": "application/xml"})
 
 
-def listed_versions(bucket: S3Bucket, prefix: str) -> StoreResponse:
-    """ListObjectVersions, on one page: AmazonS3/latest/API/API_ListObjectVersions.html."""
-    root = ET.Element("ListVersionsResult", {"xmlns": NAMESPACE})
-    ET.SubElement(root, "IsTruncated").text = "false"
-    for key, versions in sorted(bucket.versions.items()):
-        for stored in reversed(versions) if key.startswith(prefix) else ():
-            item = ET.SubElement(root, "DeleteMarker" if stored.is_marker else "Version")
-            ET.SubElement(item, "Key").text = key
-            ET.SubElement(item, "VersionId").text = stored.version_id
-            ET.SubElement(item, "IsLatest").text = str(stored is versions[-1]).lower()
-    return StoreResponse(200, ET.tostring(root), {"Content-Type": "application/xml"})
-
-
 def of_setting(method: str, name: str, content: bytes, bucket: S3Bucket) -> StoreResponse:
     """Read or change a setting of a bucket; raises S3Error."""
     match method, name:
@@ -82,17 +69,11 @@ def of_setting(method: str, name: str, content: bytes, bucket: S3Bucket) -> Stor
         case "PUT", "lifecycle":
             _root(content, "LifecycleConfiguration")
             bucket.lifecycle = content
-        case "DELETE", "lifecycle":
-            bucket.lifecycle = b""
-            return StoreResponse(204)
         case "GET", "policy":
             return _stored(bucket.policy_text, "NoSuchBucketPolicy")
         case "PUT", "policy":
             bucket.policy = s3_policy.parsed(content)
             bucket.policy_text = content
-            return StoreResponse(204)
-        case "DELETE", "policy":
-            bucket.policy, bucket.policy_text = None, b""
             return StoreResponse(204)
         case "GET", "versioning":
             status = [("Status", bucket.versioning)] if bucket.versioning else []

@@ -24,7 +24,6 @@ _BUCKET_ACTIONS = {
     "GET": {
         "lifecycle": "GetLifecycleConfiguration",
         "versioning": "GetBucketVersioning",
-        "versions": "ListBucketVersions",
         "object-lock": "GetBucketObjectLockConfiguration",
         "policy": "GetBucketPolicy",
         "location": "GetBucketLocation",
@@ -35,7 +34,6 @@ _BUCKET_ACTIONS = {
         "object-lock": "PutBucketObjectLockConfiguration",
         "policy": "PutBucketPolicy",
     },
-    "DELETE": {"lifecycle": "PutLifecycleConfiguration", "policy": "DeleteBucketPolicy"},
 }
 
 
@@ -72,9 +70,9 @@ def action_of(call: Call, names: set[str], key: str) -> str:
         case "PUT" if "retention" in names:
             return "s3:PutObjectRetention"
         case "DELETE":
-            return "s3:DeleteObjectVersion" if "versionId" in names else "s3:DeleteObject"
+            return "s3:DeleteObject"
         case "GET" | "HEAD":
-            return "s3:GetObjectVersion" if "versionId" in names else "s3:GetObject"
+            return "s3:GetObject"
     return "s3:PutObject"
 
 

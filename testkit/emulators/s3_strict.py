@@ -30,7 +30,6 @@ from testkit.emulators.s3_bucket import Retention, S3Bucket, S3Object, retention
 from testkit.emulators.s3_documents import (
     deletions,
     document,
-    listed_versions,
     of_setting,
     result_of_deletions,
 )
@@ -63,13 +62,10 @@ _KNOWN_QUERIES = {
         "fetch-owner",
         "start-after",
         "versioning",
-        "versions",
         "object-lock",
         "policy",
         "retention",
-        "versionId",
     },
-    "HEAD": {"versionId"},
     "PUT": {
         "x-id",
         "lifecycle",
@@ -77,10 +73,9 @@ _KNOWN_QUERIES = {
         "object-lock",
         "policy",
         "retention",
-        "versionId",
     },
     "POST": {"delete", "uploads"},
-    "DELETE": {"x-id", "lifecycle", "policy", "versionId"},
+    "DELETE": {"x-id"},
 }
 _SETTINGS = {"lifecycle", "versioning", "object-lock", "policy"}  # fmt: skip
 
@@ -212,8 +207,6 @@ class S3:
                 return StoreResponse(
                     200, f"<LocationConstraint>{self._region}</LocationConstraint>".encode()
                 )
-            case "GET" if "versions" in names:
-                return listed_versions(bucket, call.parameter("prefix") or "")
             case "GET" if call.parameter("list-type") == "2" and "delimiter" not in names:
                 return self._list(call, name, objects)
             case "GET" if call.parameter("list-type") == "2" and "start-after" not in names:
@@ -223,7 +216,6 @@ class S3:
     def _of_object(
         self, call: Call, payload: Payload, name: str, bucket: S3Bucket, key: str
     ) -> StoreResponse:
-        version_id = call.parameter("versionId")
         match call.method:
             case "PUT":
                 self._hold_to_preconditions(call, bucket.objects.get(key))
@@ -237,49 +229,41 @@ class S3:
                     )
                 etag = f'"{hashlib.md5(payload.data).hexdigest()}"'
                 made = S3Object(payload.data, etag, payload.checksum, retention=retention)
-                stored = bucket.store(key, made)
-                return StoreResponse(200, b"", _headers(stored, with_checksum=True))
+                bucket.store(key, made)
+                return StoreResponse(200, b"", _headers(made, with_checksum=True))
             case "GET" | "HEAD":
-                return _content(call, bucket.find(key, version_id))
-            case "DELETE" if version_id is not None:
-                bypasses = call.headers.get("x-amz-bypass-governance-retention") == "true"
-                if bypasses:
-                    self._expect_allowed("s3:BypassGovernanceRetention", name, key, {})
-                bucket.delete_version(key, version_id, bypasses=bypasses, now=self._now())
-                return StoreResponse(204)
+                return _content(call, bucket.find(key))
             case "DELETE":
-                headers = self._delete(name, bucket, key, call.headers.get("if-match"))
-                return StoreResponse(204, b"", headers)
+                self._delete(name, bucket, key, call.headers.get("if-match"))
+                return StoreResponse(204)
         raise S3Error(405, "MethodNotAllowed")
 
     def _of_retention(
         self, call: Call, payload: Payload, bucket: S3Bucket, key: str
     ) -> StoreResponse:
         """GetObjectRetention and PutObjectRetention of AmazonS3/latest/API."""
-        version_id = call.parameter("versionId")
         if call.method == "PUT":
             if "content-md5" not in call.headers and named_checksum(call.headers) is None:
                 raise S3Error(400, "InvalidRequest", "Missing required header: Content-MD5")
             wanted = retention_in(payload.data, self._now())
-            bypasses = call.headers.get("x-amz-bypass-governance-retention") == "true"
-            bucket.set_retention(key, version_id, wanted, bypasses=bypasses, now=self._now())
+            bucket.set_retention(key, wanted, self._now())
             return StoreResponse(200)
         if not bucket.has_object_lock:
             raise S3Error(400, "InvalidRequest", "Bucket is missing Object Lock Configuration")
-        found = bucket.find(key, version_id).retention
+        found = bucket.find(key).retention
         if found is None:
             raise S3Error(404, "NoSuchObjectLockConfiguration")
         until = found.until.strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
         return document("Retention", [("Mode", found.mode), ("RetainUntilDate", until)])
 
-    def _delete(self, name: str, bucket: S3Bucket, key: str, match: str | None) -> dict[str, str]:
+    def _delete(self, name: str, bucket: S3Bucket, key: str, match: str | None) -> None:
         """Delete an object, or raise S3Error; AmazonS3/latest/userguide/conditional-deletes.html."""
         if match is not None and self._honour:
             self._expect_allowed("s3:GetObject", name, key, {})
-            current = bucket.find(key, None)
+            current = bucket.find(key)
             if match not in ("*", current.etag, current.etag.strip('"')):
                 raise S3Error(412, "PreconditionFailed")
-        return bucket.delete(key)
+        bucket.delete(key)
 
     def _delete_many(self, call: Call, name: str, bucket: S3Bucket) -> StoreResponse:
         """DeleteObjects: the body needs a checksum; AmazonS3/latest/API/API_DeleteObjects.html."""
@@ -390,8 +374,6 @@ def _address(call: Call) -> tuple[str, str]:
 
 def _headers(stored: S3Object, *, with_checksum: bool) -> dict[str, str]:
     headers = {"ETag": stored.etag}
-    if stored.version_id != "null":
-        headers["x-amz-version-id"] = stored.version_id
     if stored.checksum and with_checksum:
         headers[stored.checksum.header] = stored.checksum.value
         headers["x-amz-checksum-type"] = "FULL_OBJECT"
