@@ -366,22 +366,3 @@ def test_the_store_returns_another_checksum(responding: Callable[..., S3Store]) 
     store = responding(200, b"", 'ETag: "x"', "x-amz-checksum-crc32c: AAAAAA==")
     with pytest.raises(Transient, match="other bytes"):
         store.create("key", Body(b"something"))
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        (200, b"0123456789"),
-        (206, b"0123456789", "Content-Range: bytes 0-9/20"),
-        (206, b"01234", "Content-Range: bytes 5-9/10"),
-        (416, b"<Error><Code>InvalidRange</Code></Error>"),
-    ],
-)
-def test_another_range_than_requested(
-    responding: Callable[..., S3Store], answer: tuple[object, ...]
-) -> None:
-    """The whole object, another range, a shorter one: Permanent, and the sink gets nothing."""
-    sink = CountedSink()
-    with pytest.raises(Permanent):
-        responding(*answer).get_range("key", 5, 10, sink)
-    assert (sink.data, sink.passes) == (b"", 0)

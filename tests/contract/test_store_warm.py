@@ -17,7 +17,6 @@ import pytest
 from botocore.credentials import RefreshableCredentials
 from swansong_bucket.errors import Transient
 from swansong_bucket.stores.credentials import CredentialCache
-from swansong_bucket.stores.file.store import FileStore
 from swansong_bucket.stores.s3 import access
 from swansong_bucket.stores.warm import Warmer
 
@@ -258,8 +257,3 @@ def test_warmer_survives_an_outage(cloud: Cloud) -> None:
     until(cloud.requests, what="the time that works")
     stop.set()
     warmer.now()
-
-
-def test_files_are_always_warm(tmp_path: Path) -> None:
-    """A file store has nothing to prepare."""
-    FileStore(tmp_path.as_uri()).warm()

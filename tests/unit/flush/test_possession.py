@@ -94,15 +94,6 @@ def test_after_a_loss_all_chunks_of_the_next_commit_are_read(rig: Rig) -> None:
     assert reads(rig) <= before + 9 + 2, "one chunk is enough again"
 
 
-def test_a_chunk_that_is_there_stays_known(rig: Rig) -> None:
-    """Reading back changes nothing for a store that keeps its promise."""
-    chunk = rig.created(b"bytes")
-    rig.possession.settle()
-    until(lambda: reads(rig) == 1)
-    rig.possession.settle()
-    assert rig.known.holds([chunk])
-
-
 def test_a_sample_is_small_and_lies_anywhere(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole chunk would delay the commit over a slow link; a store may keep the beginnings only."""
     sizes: list[int] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from swansong_bucket.format.manifest import chunks_of
@@ -53,13 +52,6 @@ def test_other_bytes_are_not_a_journal(data: bytes) -> None:
     """Without the first line no chunk is read."""
     assert journal.parse(data, IDENTITY, CHUNKS) is None
     assert journal.parse(HEAD[: len(data) % len(HEAD)], IDENTITY, CHUNKS) is None
-
-
-@pytest.mark.parametrize("number", ["5", "-1", "00000000001", "1.", " 1", "x", ""])
-def test_a_chunk_that_does_not_exist_is_skipped(number: str) -> None:
-    """A number beyond the chunks, and text that is not a number."""
-    data = HEAD + f"{number}\n".encode() + journal.line(2)
-    assert journal.parse(data, IDENTITY, CHUNKS) == {CHUNKS[2]}
 
 
 def test_only_the_same_files_of_the_same_chunks_have_the_same_identity() -> None:

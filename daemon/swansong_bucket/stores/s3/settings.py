@@ -20,7 +20,7 @@ from swansong_bucket.stores.settings import LifecycleRule
 _RULES_MAX = 1000
 """Limit of S3."""
 _ROOTS = {
-    "GetBucketVersioning": ("VersioningConfiguration", "GetBucketVersioningResponse"),  # moto
+    "GetBucketVersioning": ("VersioningConfiguration",),
     "GetBucketLifecycleConfiguration": ("LifecycleConfiguration",),
     # A store that does not know the operation lists the bucket.
     "GetObjectLockConfiguration": ("ObjectLockConfiguration", "ListBucketResult"),
