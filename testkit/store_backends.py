@@ -31,7 +31,6 @@ from swansong_bucket.stores.wrappers.retry import Retrying
 
 from testkit.bodies import CountedSink
 from testkit.emulators import tls
-from testkit.emulators.fault_proxy import FaultProxy
 from testkit.emulators.process import EmulatorProcess
 from testkit.foreign_servers import AZURE_ACCOUNT, AZURE_KEY, BUCKET, SERVE, ForeignServer
 from testkit.memory_store import MemoryStore
@@ -107,11 +106,6 @@ class Cloud:
         url = f"{scheme}://{account}{bucket}/{self.prefix}"
         keys = {"region": "us-east-1", "ca_bundle": self.ca, **keys}
         return store_at(url, endpoint or self.server.url, **keys)
-
-    def by(self, proxy: FaultProxy) -> str:
-        """The endpoint of the server behind a proxy."""
-        scheme = self.server.url.partition(":")[0]
-        return f"{scheme}:{proxy.url.partition(':')[2]}"
 
     @property
     def _control(self) -> str:
@@ -205,32 +199,10 @@ def open_cloud(
     return opened
 
 
-@pytest.fixture
-def s3_server(open_cloud: Callable[[str], Cloud]) -> EmulatorProcess:
-    """The strict S3 without faults of earlier tests."""
-    server = open_cloud("s3").server
-    assert isinstance(server, EmulatorProcess)
-    return server
-
-
-@pytest.fixture
-def gcs_server(open_cloud: Callable[[str], Cloud]) -> EmulatorProcess:
-    """The strict GCS without faults of earlier tests."""
-    server = open_cloud("gcs").server
-    assert isinstance(server, EmulatorProcess)
-    return server
-
-
 @pytest.fixture(params=ONE_EACH)
 def cloud(request: pytest.FixtureRequest, open_cloud: Callable[[str], Cloud]) -> Cloud:
     """A strict emulator without faults."""
     return open_cloud(request.param)
-
-
-@pytest.fixture
-def proxy(cloud: Cloud) -> Iterator[FaultProxy]:
-    with FaultProxy(cloud.server.url) as proxy:
-        yield proxy
 
 
 # ---------------------------------------------------------------- stores

@@ -17,7 +17,6 @@ import requests
 from botocore.client import Config
 from botocore.exceptions import ClientError
 
-from testkit.emulators.process import EmulatorProcess
 from testkit.emulators.store_control import POINTS
 from testkit.store_backends import BUCKET, Cloud
 from testkit.store_by_hand import signed
@@ -34,8 +33,8 @@ def s3_client(url: str, **options: Any) -> Any:
 
 
 @pytest.fixture
-def s3(s3_server: EmulatorProcess) -> Any:
-    return s3_client(s3_server.url)
+def s3(open_cloud: Callable[[str], Cloud]) -> Any:
+    return s3_client(open_cloud("s3").server.url)
 
 
 def refused(call: Any, **arguments: Any) -> str:
@@ -98,10 +97,11 @@ def test_a_connection_breaks_where_it_was_ordered(cloud: Cloud, point: str) -> N
         signed(cloud, method, b"x" * 1000, timeout_s=0.3)
 
 
-def test_unknown_requests_are_refused(gcs_server: EmulatorProcess, s3: Any) -> None:
+def test_unknown_requests_are_refused(open_cloud: Callable[[str], Cloud], s3: Any) -> None:
     """With 501."""
-    unknown = requests.get(f"{gcs_server.url}/{BUCKET}/key?acl", timeout=10)
-    listing = requests.get(f"{gcs_server.url}/storage/v1/b/{BUCKET}/o?versions=true", timeout=10)
+    gcs = open_cloud("gcs").server
+    unknown = requests.get(f"{gcs.url}/{BUCKET}/key?acl", timeout=10)
+    listing = requests.get(f"{gcs.url}/storage/v1/b/{BUCKET}/o?versions=true", timeout=10)
     assert (unknown.status_code, listing.status_code) == (501, 501)
     s3.put_object(Bucket=BUCKET, Key="key", Body=b"1")
     assert refused(s3.get_object_acl, Key="key") == "NotImplemented"

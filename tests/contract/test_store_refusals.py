@@ -11,7 +11,6 @@ import pytest
 from swansong_bucket.errors import Exists, NotFound, Permanent, StoreError, Transient
 from swansong_bucket.stores.base import Body
 
-from testkit.emulators.process import EmulatorProcess
 from testkit.store_backends import (
     BUCKET,
     Cloud,
@@ -175,10 +174,10 @@ def test_no_credentials(cloud_environment: None, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.fault("O05")
 def test_credentials_that_come_later(
-    s3_server: EmulatorProcess, monkeypatch: pytest.MonkeyPatch
+    open_cloud: Callable[[str], Cloud], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store that was used without credentials works once they exist."""
-    store = store_at(f"s3://{BUCKET}", s3_server.url)
+    store = store_at(f"s3://{BUCKET}", open_cloud("s3").server.url)
     with monkeypatch.context() as without:
         without.delenv("AWS_ACCESS_KEY_ID")
         with pytest.raises(Permanent):
