@@ -136,7 +136,7 @@ def test_a_token_request_follows_no_redirect(
     """A token server cannot pass our signed request to another host."""
     token_desk(places.store.url)
     store = store_at("gs://bucket/prefix", places.store.url, ca_bundle=places.ca)
-    for status in STATUSES:
+    for status in (301, 307):
         places.status = status
         for call in (store.warm, lambda: store.put("key", b"1"), lambda: list(store.list(""))):
             with pytest.raises(StoreError, match="credentials"):

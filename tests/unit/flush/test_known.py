@@ -139,7 +139,7 @@ def test_a_hostile_line_with_a_valid_check_is_passed_over(tmp_path: Path, text: 
 
 
 @pytest.mark.fault("S7", "S13")
-@pytest.mark.parametrize("line", [b"\n", b"ab\n", b"x" * 2**16 + b"\n"])
+@pytest.mark.parametrize("line", [b"\n", b"x" * 2**16 + b"\n"])
 def test_the_largest_file_costs_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes
 ) -> None:
