@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from swansong_bucket.config.sections import RetentionConfig
-from swansong_bucket.errors import CorruptError, Locked, Permanent, Stopped, Transient
+from swansong_bucket.errors import CorruptError, Locked, Permanent, Transient
 from swansong_bucket.format import claim as claims
 from swansong_bucket.format import manifest
 from swansong_bucket.format.claim import ClaimObject
@@ -403,15 +402,6 @@ def test_without_the_right_to_delete_prune_fails_with_the_reason(store: Clocked)
     with pytest.raises(Permanent, match="access denied"):
         run(store)
     assert len(store.steps()) == 5
-
-
-def test_a_stop_ends_it_before_the_next_delete(store: Clocked) -> None:
-    """As by a notice in the daemon."""
-    stop = threading.Event()
-    store.before = lambda what, _key: stop.set() if what == "delete" else None
-    with pytest.raises(Stopped):
-        run(store, stop=stop)
-    assert store.count("delete_many") == 0
 
 
 def test_a_report_of_locked_commits_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
