@@ -1650,8 +1650,3 @@ class World:
         is_known = trainer is not None and self.life in trainer.line.lives
         if is_known and evacuation.request is None and evacuation.plan.kind.value == "TAKE":
             raise Broken("I7: SAFE, and the trainer was never asked")
-
-
-def restart_alone(world: World, down_s: float = 0.0) -> None:
-    """The daemon dies and restarts; staging, store, notice and trainer stay as they are."""
-    world.stop_daemon(down_s)

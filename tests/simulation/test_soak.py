@@ -218,21 +218,3 @@ def test_an_hour_of_contradicting_sources(seed: int) -> None:
     assert {status.health for status in world.state.notices.sources.values()} == {Health.OK}
     assert not world.state.notices.live
     assert len(world.state.course.opened) <= 64
-
-
-def test_a_source_that_flaps_for_an_hour_opens_no_evacuation() -> None:
-    """Unknown is not a notice: no evacuation, no verdict, and training continues."""
-    world = Weather(0)
-    world.takes_periodic = False
-    world._heap.clear()
-    world._start_daemon()
-    world.trainer = None
-    world._trainer_starts()
-    world._again_and_again(world._health_flaps, 1.0)
-    world.run(1000.0 + HOUR_S)
-    assert not world.opened
-    assert not world.concluded
-    assert not world.asks
-    assert phase_of(world.state) is Phase.IDLE
-    assert world.trainer is not None
-    assert world.trainer.step > 3000
