@@ -13,7 +13,6 @@ from swansongd.core.emergency import REQUESTS_MAX, SIGNAL_AGAIN_S
 from swansongd.core.events import (
     Conclude,
     Log,
-    NoticeRaised,
     RunRead,
     Scanned,
     Send,
@@ -222,20 +221,6 @@ def test_the_last_rank_that_leaves_without_a_set_ends_the_wait() -> None:
     story.scan()
     story.store_all()
     assert story.verdicts == ["PARTIAL generation 2 step 5"]
-
-
-def test_the_answer_is_recognised_after_a_restart() -> None:
-    """A set that was sealed for this request before the daemon was restarted is the answer."""
-    before = joined()
-    before.notice(identity="n")
-    answer = a_set(9, "emg", request_id=before.request_id)
-    before.staging.append(answer)
-    story = before.restarted()
-    story.join()
-    story.tell(NoticeRaised(before.state.notices.live["aws.spot"]))
-    story.scan()
-    story.store_all()
-    assert story.verdicts == ["SAFE generation 2 step 9"]
 
 
 # ---------------------------------------------------------------------------- by signal

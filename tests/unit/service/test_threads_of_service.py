@@ -66,9 +66,3 @@ def test_no_event_and_no_message_starts_a_thread() -> None:
                 for call in calls(function, "threading.Thread", "Thread", "Timer"):
                     raise AssertionError(f"{path.name}:{call.lineno} starts a thread")
     assert checked == set(EVENT_DRIVEN)
-
-
-def test_calls_are_found_by_their_written_name() -> None:
-    tree = ast.parse("threading.Thread(target=f, daemon=True)\nx = other()")
-    (call,) = calls(tree, "threading.Thread")
-    assert keywords(call) == {"target": "f", "daemon": "True"}
