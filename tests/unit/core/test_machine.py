@@ -562,18 +562,6 @@ def test_a_promoted_mirror_ends_the_daemon_whatever_the_number_of_its_claim(
     assert story.state.starts.fenced_by == number
 
 
-def test_nothing_is_written_before_a_generation_is_claimed() -> None:
-    """Sealed sets wait for the claim; after it the newest is sent first."""
-    story = Story(claimed=False, staged=[a_set(9), a_set(10)], generation=4)
-    story.grants = False
-    story.scan()
-    story.wait(100)
-    assert not story.all(StartFlush)
-    story.grant("a")
-    assert story.last(StartFlush).generation == 4
-    assert story.flushes == [10]
-
-
 # ---------------------------------------------------------------------------- the ends
 
 
