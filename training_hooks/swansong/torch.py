@@ -176,7 +176,8 @@ class TrainingState(Divisible):
                 )
             if not is_generator(item) and not hasattr(item, "load_state_dict"):
                 raise TypeError(
-                    f"{name} is a {type(item).__qualname__}, without state_dict() and load_state_dict()"
+                    f"{name} is a {type(item).__qualname__}, without state_dict() and load_state_dict():"
+                    " wrap it in a class that has both, or use a list, dict or array"
                 )
         self._resize = resize
         self._keeps_loaders = False
