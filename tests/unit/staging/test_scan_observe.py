@@ -22,6 +22,7 @@ from structlog.testing import CapturingLogger, capture_logs
 from swansong import openat
 from swansong_bucket.errors import StagingError
 from swansongd.core.events import Event, Scanned
+from swansongd.staging import scan
 from swansongd.staging.observe import StagingObserver
 from swansongd.staging.prepare import prepare
 from swansongd.staging.seal import Scanner
@@ -192,6 +193,7 @@ from structlog.testing import CapturingLogger, capture_logs
 from swansong import openat
 from swansongd.staging import scan
 import watchdog.observers  # before the user changes, who cannot read this Python
+from swansongd.staging import scan
 from swansongd.staging.observe import StagingObserver
 from swansongd.staging.seal import Scanner
 os.setgroups([]); os.setgid({uid}); os.setuid({uid})
@@ -348,6 +350,24 @@ def test_an_unwritable_staging_directory_is_named(tmp_path: Path) -> None:
     finally:
         os.seteuid(0)
     assert "write" in caught.value.hint
+
+
+def test_a_deep_tree_does_not_prevent_the_start(tmp_path: Path) -> None:
+    """1,500 levels: the start ignores them, and their removal does not recurse."""
+    prepare(tmp_path, "r1").release()
+    for parent in (tmp_path / "r1", tmp_path / "r1" / ".swansongd"):
+        fd = openat.open_directory(parent)
+        for name in ["0123456789abcdef.removing", *["x"] * 1500]:
+            below = openat.make_directory(name, dir_fd=fd, mode=0o700)
+            os.close(fd)
+            fd = below
+        os.close(fd)
+    held = prepare(tmp_path, "r1")
+    scan.remove_leftovers(held.fd)
+    assert os.listdir(held.own) == []
+    assert (tmp_path / "r1" / "0123456789abcdef.removing").exists()
+    openat.remove_tree("0123456789abcdef.removing", dir_fd=held.fd)  # too deep for pytest
+    held.release()
 
 
 @pytest.mark.fault("D02")
