@@ -65,6 +65,7 @@ def claim_generation(
     start_id: str,
     identity: Mapping[str, str],
     own: Collection[str] = (),
+    held: int = 0,
     gap: int = 0,
     look_back: int = LOOK_BACK,
 ) -> Claim:
@@ -77,11 +78,13 @@ def claim_generation(
         start_id: of the start.  The first of its VMs creates the claim, and the others share it.
         identity: boot and host name of this VM, and the time; informational.
         own: further starts of this VM, whose newer claims fence nothing.
+        held: the generation from which this start continues; a claim of another VM above it takes precedence,
+            also one that is made at the same time.  0: none.
         gap: numbers to leave free above the newest claim.
         look_back: number of newest claims among which the start may have one.
 
     Raises:
-        FencedError: the start has a generation, and a newer one has taken the run over.
+        FencedError: a newer generation has taken the run over from that of the start, or from ``held``.
         CorruptError: the format has no further number, the listing contains an object that no swansong
             wrote, or a field of the claim is out of bounds; nothing was claimed.
         StoreError: the store failed, or the race was lost too often.
@@ -94,6 +97,8 @@ def claim_generation(
             if number < newest and not _is_of(recent[0][1], own):
                 raise FencedError(number, newest)
             return Claim(found, honours_if_absent=True, is_found=True)
+    if held and newest > held and not _is_of(recent[0][1], own):
+        raise FencedError(held, newest)
     for generation in range(newest + gap + 1, newest + gap + 1 + _CLAIM_ATTEMPTS_MAX):
         if generation > bounds.GENERATION_MAX:
             raise _no_number_left(store, keys, generation - 1)
@@ -106,6 +111,8 @@ def claim_generation(
         except Exists:
             winner = catalog.claim_of(store, keys, generation)
             if winner is None or winner.start != start_id:
+                if held and not _is_of(winner, own):
+                    raise FencedError(held, generation) from None
                 continue
             if winner != claim:  # of another VM of this start
                 return Claim(winner, honours_if_absent=True)
@@ -283,7 +290,7 @@ def commit(
 
     Raises:
         BoundsError: no reader would accept the manifest; nothing was written, and a retry cannot help.
-        FencedError: another VM has taken the run over; no manifest was written.
+        FencedError: another VM has taken the run over, perhaps without this commit.
         Exists: another set is committed under this generation and step.
         CorruptError: the store returns another manifest than was written, or the listing contains an
             object that no swansong wrote.
@@ -297,7 +304,8 @@ def commit(
         raise BoundsError(str(error)) from None
     if manifest.generation != claim.generation:
         raise FencedError(manifest.generation, claim.generation)
-    ensure_not_fenced(store, keys, claim, own=own if manifest.nodes == 1 else ())
+    heirs = own if manifest.nodes == 1 else ()
+    ensure_not_fenced(store, keys, claim, own=heirs)
     mark_suspect(store, keys, manifest)
     key = keys.commit(manifest.ref, manifest.node, manifest.nodes)
     is_new = True
@@ -322,6 +330,10 @@ def commit(
         )
     if reads_back and is_new and catalog.load_node(store, keys, found, manifest.node) != written:
         raise CorruptError(f"{store.url}/{key} contains another manifest than was written")
+    # This VM may have stood still since the check above: a VM that claimed meanwhile may have resumed without
+    # this commit, while one that claims from now on finds it.
+    if catalog.newest_generation(store, keys, above=claim.generation) > claim.generation:
+        ensure_not_fenced(store, keys, claim, own=heirs)
 
 
 def mark_suspect(store: ObjectStore, keys: RunKeys, manifest: Manifest) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 from swansong.protocol import Committed
 from swansong_bucket.model import MEASURES, UNKNOWN_PARENT, CommitRef, TrainerView, measures_of
 
-from swansongd.core.events import Send, TrainerFailed, TrainerLeft, TrainerProgress
-from swansongd.core.state import RankState
+from swansongd.core.events import Rescan, Send, TrainerFailed, TrainerLeft, TrainerProgress
 from swansongd.core.transition import Transition
 
 SMOOTHING = 0.2
@@ -64,6 +63,10 @@ def record_left(transition: Transition, event: TrainerLeft) -> None:
     if not event.exited:
         left.append(replace(gone, is_connected=False))
     _put(transition, left)
+    if event.exited and transition.state.evacuation is not None:
+        ended = replace(transition.state.ranks, ended_mono_s=transition.now)
+        transition.state = replace(transition.state, ranks=ended)
+        transition.do(Rescan())
 
 
 def record_progress(transition: Transition, event: TrainerProgress) -> None:
@@ -145,4 +148,5 @@ def update(transition: Transition, trainer: TrainerView) -> None:
 
 
 def _put(transition: Transition, trainers: Iterable[TrainerView]) -> None:
-    transition.state = replace(transition.state, ranks=RankState(trainers=tuple(trainers)))
+    ranks = replace(transition.state.ranks, trainers=tuple(trainers))
+    transition.state = replace(transition.state, ranks=ranks)

@@ -277,6 +277,8 @@ class RankState:
     """The ranks of the trainer on this VM; written by :mod:`~swansongd.core.ranks`."""
 
     trainers: tuple[TrainerView, ...] = ()
+    ended_mono_s: float = -math.inf
+    """When a process of a rank ended last: only a later scan has all that it sealed."""
 
     def on(self, connection: int) -> TrainerView | None:
         """The rank with this connection, if it is known."""

@@ -128,8 +128,7 @@ class Claimant:
         VM: a trainer in a crash loop would do so without end.
         """
         start_id, nodes = request.start_id, request.nodes
-        if nodes == 1:
-            self._ensure_not_overtaken(start_id)
+        held = self._ensure_not_overtaken(start_id) if nodes == 1 else 0
         start = RecordedStart(
             start_id,
             self._boot_id,
@@ -151,6 +150,7 @@ class Claimant:
             start_id=start_id,
             identity=identity,
             own=self.own,
+            held=held,
             # With the record lost, an early start of this boot would get a second generation.
             look_back=commit.LOOK_BACK if request.is_live else STARTS_MAX,
         )
@@ -166,14 +166,20 @@ class Claimant:
         # After a lost reply the next attempt finds its own claim, which is no earlier one.
         return replace(claim, is_found=claim.is_found and not is_recorded)
 
-    def _ensure_not_overtaken(self, start_id: str) -> None:
-        """Check that no other VM has taken the run over from an earlier start of this boot."""
+    def _ensure_not_overtaken(self, start_id: str) -> int:
+        """Check that no other VM has taken the run over from an earlier start of this boot.
+
+        Returns:
+            The generation of that start; 0 without one.
+        """
         held = self._newest_claimed()
         claim = None if held is None else self.claim_of(held.generation)
         if held is None or claim is None or held.id == start_id:
-            return
-        if held.boot_id == self._boot_id and held.nodes == 1:
-            commit.ensure_not_fenced(self._store, self._keys, claim, own=self.own)
+            return 0
+        if held.boot_id != self._boot_id or held.nodes != 1:
+            return 0
+        commit.ensure_not_fenced(self._store, self._keys, claim, own=self.own)
+        return held.generation
 
     def claim_of(self, generation: int) -> ClaimObject | None:
         """The claim of a generation that a recorded start holds; None if there is none."""

@@ -13,6 +13,7 @@ from swansongd.core.emergency import REQUESTS_MAX, SIGNAL_AGAIN_S
 from swansongd.core.events import (
     Conclude,
     Log,
+    Rescan,
     RunRead,
     Scanned,
     Send,
@@ -114,6 +115,24 @@ def test_a_trainer_that_dies_right_after_sealing() -> None:
     story.leave()
     story.commit(9, "emg", request_id=story.request_id)
     assert story.verdicts == ["SAFE generation 2 step 9"]
+
+
+@pytest.mark.fault("T01")
+def test_a_trainer_that_seals_after_it_declined_is_awaited() -> None:
+    """So do ranks that save without a lost one: the verdict waits for a scan after the end of the process."""
+    story = joined(step=6)
+    story.notice()
+    story.scan()
+    story.accept(6)
+    story.tell(TrainerFailed(1, story.request_id, "declined: rank 0 waited 1.7 s"))
+    story.wait(0.1)
+    story.staging.append(a_set(7, "own"))
+    assert Rescan() in story.leave(exited=True)
+    story.wait(0.1)
+    assert not story.verdicts
+    story.scan()
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 7"]
 
 
 @pytest.mark.fault("T04")

@@ -180,6 +180,49 @@ def test_a_newer_generation_fences(store: MemoryStore) -> None:
     create(store, a_manifest(generation=new), by="new")
 
 
+@pytest.mark.fault("G03")
+@pytest.mark.parametrize("at", ["put", "list"])
+def test_a_vm_that_stood_still_during_its_commit_is_fenced(store: MemoryStore, at: str) -> None:
+    """Another VM has claimed meanwhile, and may have resumed without the commit: it is not promised."""
+    old = claim(store, "old").content
+    made = a_manifest()
+    key = KEYS.commit(made.ref, 0, 1)
+
+    def stands_still(what: str, where: str) -> None:
+        is_now = (
+            (what, where) == ("put", key)
+            if at == "put"
+            else what == "list" and key in store.objects
+        )
+        if is_now:
+            store.before = lambda *_: None
+            claim(store, "new")
+
+    store.before = stands_still
+    with pytest.raises(FencedError):
+        commit.commit(store, KEYS, made, old)
+
+
+@pytest.mark.fault("G03")
+@pytest.mark.parametrize("at", ["list", "put"])
+def test_a_vm_that_stood_still_during_its_claim_does_not_take_the_run_back(
+    store: MemoryStore, at: str
+) -> None:
+    """A start that continues from a generation of its VM yields to another VM, however they interleave."""
+    claim(store, "ours")
+
+    def stands_still(what: str, _: str) -> None:
+        if what == at:
+            store.before = lambda *_: None
+            claim(store, "elsewhere")
+
+    store.before = stands_still
+    with pytest.raises(FencedError) as caught:
+        claim(store, "again", own=["ours", "again"], held=1)
+    assert (caught.value.own, caught.value.newer) == (1, 2)
+    assert claim(store, "later", own=["later"]).generation == 3
+
+
 def test_a_start_on_one_vm_commits_in_its_place_after_the_next_start_claimed(
     store: MemoryStore,
 ) -> None:
@@ -387,8 +430,8 @@ def test_a_commit_is_read_back_as_a_reader_reads_it() -> None:
         create(Changing(), a_manifest(step=11), reads_back=True)
 
 
-def test_a_commit_costs_four_small_requests(store: MemoryStore) -> None:
-    """The claims, its own claim, the manifest, and the listing of that commit, for any size of the run."""
+def test_a_commit_costs_five_small_requests(store: MemoryStore) -> None:
+    """The claims, its own one, the manifest, the listing of that commit, and newer claims, for any size."""
     claim(store, "us")
     store.requests.clear()
     create(store, a_manifest())
@@ -397,6 +440,7 @@ def test_a_commit_costs_four_small_requests(store: MemoryStore) -> None:
         ("get", KEYS.generation(1)),
         ("put", KEYS.commit(CommitRef(1, 10), 0, 1)),
         ("list", KEYS.parts(CommitRef(1, 10))),
+        ("list", KEYS.generations),
     ]
 
 

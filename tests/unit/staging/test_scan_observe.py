@@ -354,20 +354,23 @@ def test_an_unwritable_staging_directory_is_named(tmp_path: Path) -> None:
 
 def test_a_deep_tree_does_not_prevent_the_start(tmp_path: Path) -> None:
     """1,500 levels: the start ignores them, and their removal does not recurse."""
+    run = tmp_path / "r1"
     prepare(tmp_path, "r1").release()
-    for parent in (tmp_path / "r1", tmp_path / "r1" / ".swansongd"):
-        fd = openat.open_directory(parent)
-        for name in ["0123456789abcdef.removing", *["x"] * 1500]:
-            below = openat.make_directory(name, dir_fd=fd, mode=0o700)
+    try:
+        for parent in (run, run / ".swansongd"):
+            fd = openat.open_directory(parent)
+            for name in ["0123456789abcdef.removing", *["x"] * 1500]:
+                below = openat.make_directory(name, dir_fd=fd, mode=0o700)
+                os.close(fd)
+                fd = below
             os.close(fd)
-            fd = below
-        os.close(fd)
-    held = prepare(tmp_path, "r1")
-    scan.remove_leftovers(held.fd)
-    assert os.listdir(held.own) == []
-    assert (tmp_path / "r1" / "0123456789abcdef.removing").exists()
-    openat.remove_tree("0123456789abcdef.removing", dir_fd=held.fd)  # too deep for pytest
-    held.release()
+        held = prepare(tmp_path, "r1")
+        scan.remove_leftovers(held.fd)
+        assert os.listdir(held.own) == []
+        assert (run / "0123456789abcdef.removing").exists()
+        held.release()
+    finally:  # too deep for pytest
+        subprocess.run(["rm", "-rf", run], check=True)
 
 
 @pytest.mark.fault("D02")
