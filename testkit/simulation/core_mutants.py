@@ -23,9 +23,10 @@ from typing import NamedTuple
 
 
 class Mutant(NamedTuple):
-    """One line of a module of the core, and what replaces it."""
+    """One line of a module, and what replaces it."""
 
     module: str
+    """A module of the core, or the dotted name of any module."""
     before: str
     after: str
 
@@ -114,16 +115,19 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return code
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class Finder(importlib.abc.MetaPathFinder):
+    """Imports the module of a mutant with its change."""
+
     def __init__(self, mutant: Mutant) -> None:
         self._mutant = mutant
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != f"swansongd.core.{self._mutant.module}" or path is None:
+        module = self._mutant.module
+        if fullname != (module if "." in module else f"swansongd.core.{module}") or path is None:
             return None
-        file = str(Path(path[0]) / f"{self._mutant.module}.py")
+        file = str(Path(path[0]) / f"{module.rpartition('.')[2]}.py")
         return importlib.util.spec_from_file_location(
             fullname, file, loader=_Loader(fullname, file, self._mutant)
         )
@@ -131,7 +135,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def finds(seeds: int, only: list[str] | None, number: int) -> str:
     """The first history that finds this mutant, or nothing.  For a process that has not imported the core."""
-    sys.meta_path.insert(0, _Finder(MUTANTS[number]))
+    sys.meta_path.insert(0, Finder(MUTANTS[number]))
     import structlog
 
     from testkit.simulation.histories import failure_of

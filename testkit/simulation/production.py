@@ -1,0 +1,552 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The production daemon and the production hooks in a simulated world.  A seed determines everything.
+
+A run has one VM after the other.  Each VM has a daemon, :class:`swansongd.service.service.Service` with all
+its threads, and a trainer with a guard of :func:`swansong.attach`.  Daemons and trainers are killed, store
+requests fail, replies are lost, notices arrive and VMs end.  A VM may also freeze and continue while the next
+one runs.  The store, the cloud and the training are simulated.
+
+Not covered: several VMs in one job, several ranks, disk faults, inotify, and what needs real processes.
+
+    python -m testkit.simulation.production FIRST COUNT [--stop]
+
+The command prints one line of JSON for each seed, and exits with 1 if a seed shows a problem.  With
+``--stop`` this seed is the last.  ``SWANSONG_SIMULATION_LOG=1`` prints the log of the daemons.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__" and os.environ.get("PYTHONHASHSEED") != "0":
+    # The order of a set depends on the hashes of strings.
+    again = [sys.executable, "-m", "testkit.simulation.production", *sys.argv[1:]]
+    os.execve(sys.executable, again, {**os.environ, "PYTHONHASHSEED": "0"})
+
+from testkit.simulation import schedule
+
+schedule.install()  # before the production code
+if "SWANSONG_MUTANT" in os.environ:
+    from testkit.simulation import core_mutants, production_mutants
+
+    number = int(os.environ["SWANSONG_MUTANT"])
+    mutants = production_mutants.MUTANTS + production_mutants.NOT_FOUND
+    sys.meta_path.insert(0, core_mutants.Finder(mutants[number]))
+
+# ruff: noqa: E402
+import faulthandler
+import hashlib
+import json
+import select
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import structlog
+import swansong
+import swansong.guard
+from swansong_bucket.errors import Transient
+from swansong_bucket.format import wall
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.model import CommitRef, DeadlineQuality, Notice, Severity
+from swansong_bucket.runs import catalog, commit
+from swansongd.config.config import parse
+from swansongd.core.events import NoticeRaised
+from swansongd.service import signal_reader, storage
+from swansongd.service.service import Service
+from swansongd.staging.observe import StagingObserver
+from swansongd.trainers import peers
+from swansongd.trainers.peers import Peer
+from swansongd.util import boot
+
+from testkit.memory_store import MemoryStore
+from testkit.simulation.schedule import Schedule
+
+RUN = "run"
+FILES = ("weights.bin", "optimizer.bin")
+FILE_BYTES = 3000
+SEED_LIMIT_S = 60.0
+"""Real time after which a seed counts as a hang.  It needs one second."""
+
+
+def content(line: str, step: int, name: str) -> bytes:
+    """The bytes of a file of a checkpoint.  Each block depends on the line and the step.
+
+    Args:
+        line: one start of the training, with its VM.
+    """
+    word = hashlib.sha256(f"{line}:{step}:{name}".encode()).digest()
+    return (f"{line}:{step}:".encode() + word * (FILE_BYTES // len(word)))[:FILE_BYTES]
+
+
+@dataclass
+class Training:
+    """A training whose only state is its line and its step."""
+
+    world: World
+    line: str = ""
+    step: int = 0
+
+    def save(self, directory: Path) -> None:
+        for name in FILES:
+            self.world.schedule.sleep(self.world.random.random() * 0.2)
+            path = directory / name
+            path.write_bytes(content(self.line, self.step, name))
+            os.utime(path, (self.world.schedule.wall_s,) * 2)
+
+    def load(self, directory: Path) -> None:
+        for name in FILES:
+            data = (directory / name).read_bytes()
+            line, step, _ = data.split(b":", 2)
+            self.line, self.step = line.decode(), int(step)
+            assert data == content(self.line, self.step, name), f"a torn checkpoint: {name}"
+
+
+class Vm:
+    """A VM with its staging directory, its daemon and its trainer."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.world = world
+        self.name = f"vm{number}"
+        self.directory = world.directory / self.name
+        self.directory.mkdir()
+        self.boot_id = f"0000000{number}-0000-0000-0000-000000000000"
+        self.config = parse(
+            {
+                "run": {"name": RUN},
+                "staging": {"path": str(self.directory / "staging")},
+                "store": {"url": "s3://bucket"},
+                "sources": {"cloud": "none", "gpu": "off", "system_bus": "unix:path=/nonexistent"},
+                "trainer": {"socket": str(self.directory / "s"), "users": [os.geteuid()]},
+                "flush": {"connections": 2},
+                "metrics": {},
+            }
+        )
+        (self.directory / "staging").mkdir()
+        self.daemons = self.trainers = 0
+        self.is_on = True
+        self.service: Service | None = None
+        self.guard: Any = None
+        self.training: Training | None = None
+        self.floor: int | None = None
+        """Step that the training had completed at the notice.  SAFE needs this step or a later one."""
+        self.lifeline = -1
+        """Writing end of a pipe that takes the place of the trainer's pidfd."""
+        self.lifeline_read = -1
+
+    # ------------------------------------------------------------ the daemon
+
+    def start_daemon(self) -> None:
+        self.daemons += 1
+        self.world.schedule.start(
+            self._serve, group=f"{self.name}-daemon-{self.daemons}", name="loop"
+        )
+
+    def _serve(self) -> None:
+        self.service = Service(self.config)
+        self.service.run()
+
+    def kill_daemon(self) -> None:
+        self.world.schedule.kill(f"{self.name}-daemon-{self.daemons}")
+        service, self.service = self.service, None
+        if service is None:
+            return
+        os.close(service._staging.own_fd)
+        channel = service._channel
+        for connection in channel._connections.values():
+            if connection.socket is not None:
+                connection.socket.close()
+        if hasattr(channel, "_listener"):
+            channel._listener.close()
+
+    # ------------------------------------------------------------ the trainer
+
+    def start_trainer(self) -> None:
+        self.trainers += 1
+        self.lifeline_read, self.lifeline = os.pipe()
+        self.world.schedule.start(
+            self._train, group=f"{self.name}-trainer-{self.trainers}", name="training"
+        )
+
+    def _train(self) -> None:
+        world = self.world
+        training = self.training = Training(world)
+        with_every = world.random.choice([None, 5])
+        guard = self.guard = swansong.attach(
+            save=training.save,
+            load=training.load,
+            socket=str(self.directory / "s"),
+            every_steps=with_every,
+        )
+        restored = guard.restore()
+        world.resumed(training.line, restored, self)
+        training.line = f"{self.name}-{self.trainers}"
+        training.step = restored
+        while True:
+            world.schedule.sleep(world.random.uniform(0.05, 0.4))
+            training.step += 1
+            world.trained(training)
+            guard.step(training.step)
+
+    def kill_trainer(self) -> None:
+        self.world.schedule.kill(f"{self.name}-trainer-{self.trainers}")
+        self.training = self.floor = None
+        guard, self.guard = self.guard, None
+        swansong.guard._guards.discard(guard)
+        if guard is not None and guard._session.channel._socket is not None:
+            guard._session.channel._socket.close()
+        if self.lifeline >= 0:
+            os.close(self.lifeline)
+            self.lifeline = -1
+
+    def power_off(self) -> None:
+        self.is_on = False
+        self.kill_trainer()
+        self.kill_daemon()
+        shutil.rmtree(self.directory)
+
+
+class World:
+    """The store, the VMs, and what really happened.
+
+    Args:
+        seed: determines all decisions.
+        directory: empty directory for the VMs.
+    """
+
+    def __init__(self, seed: int, directory: Path) -> None:
+        self.schedule = Schedule(seed)
+        self.random = self.schedule.random
+        self.directory = directory
+        self.store = MemoryStore()
+        self.store.url = "s3://bucket"
+        self.store.before, self.store.after = self._before, self._after
+        self.store.clock = lambda: self.schedule.wall_s
+        self.fault_share = 0.0
+        self.vms: dict[str, Vm] = {}
+        self.promised = 0
+        """The newest step that a verdict SAFE was about."""
+        self.creates = 0
+        """Number of objects that were created with create-if-absent."""
+        self.steps: dict[str, int] = {}
+        """The newest step of each line."""
+        self.parents: dict[str, tuple[str, int]] = {}
+        """The line and the step that each line has resumed from."""
+        self.problems: list[str] = []
+        self.counts: dict[str, int] = {}
+
+    def _count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+    # ------------------------------------------------------------ the store
+
+    def _before(self, what: str, key: str) -> None:
+        self.schedule.sleep(self.random.uniform(0.005, 0.1))
+        if self.schedule.current.group != "world" and self.random.random() < self.fault_share:
+            self._count("store failed")
+            raise Transient(f"{what}: 503")
+
+    def _after(self, what: str, key: str) -> None:
+        self.creates += what in {"create", "put"}
+        self.schedule.sleep(self.random.uniform(0.0, 0.05))
+        if self.schedule.current.group != "world" and self.random.random() < self.fault_share / 2:
+            self._count("reply lost")
+            raise Transient(f"{what}: the reply is lost")
+
+    # ------------------------------------------------------------ what must hold
+
+    @property
+    def vm(self) -> Vm:
+        """The VM of the current thread."""
+        return self.vms[self.schedule.current.group.partition("-")[0]]
+
+    def trained(self, training: Training) -> None:
+        self.steps[training.line] = training.step
+
+    def resumed(self, line: str, step: int, vm: Vm) -> None:
+        self._count("resumed" if step else "began")
+        self.parents[f"{vm.name}-{vm.trainers}"] = (line, step)
+        if step and self.steps.get(line, -1) < step:
+            self.problems.append(
+                f"{vm.name} resumed from step {step} of {line}, which never existed"
+            )
+        if step < self.promised:
+            self.problems.append(
+                f"{vm.name} resumed from step {step}, but {self.promised} was SAFE"
+            )
+
+    def log(self, event: dict[str, Any]) -> None:
+        if os.environ.get("SWANSONG_SIMULATION_LOG"):
+            place = {"at": round(self.schedule.now_s, 3), "of": self.schedule.current.group}
+            print(json.dumps(place | event, default=str), file=sys.stderr)
+        if event["event"] == "verdict":
+            self._count(str(event.get("verdict")))
+            if event.get("verdict") == "SAFE":
+                self._judge(event)
+        if event["event"].endswith("_fault"):
+            self.problems.append(f"{event}")
+
+    def _judge(self, event: dict[str, Any]) -> None:
+        """Check a verdict SAFE: a new reader must find that state, which is not older than the notice."""
+        with self.schedule.outside():
+            line, step = self.read_back()
+            newest = self.newest()
+        said_generation, said_step = event["generation"], event["step"]
+        said = f"SAFE for generation {said_generation} step {said_step}"
+        is_exact = newest == CommitRef(said_generation, said_step) and step == said_step
+        is_overtaken = newest is not None and newest.generation > said_generation
+        if not is_exact and not (is_overtaken and self._continues(line, step, said_step)):
+            self.problems.append(f"{said}, but the newest is {newest} with step {step} of {line}")
+        if self.steps.get(line, -1) < step:
+            self.problems.append(f"{said}, but step {step} of {line} never existed")
+        floor = self.vm.floor
+        if floor is not None and said_step < floor:
+            self.problems.append(f"{said}, but training was at step {floor} at the notice")
+        self.promised = max(self.promised, said_step)
+
+    def _continues(self, line: str, step: int, said_step: int) -> bool:
+        """Whether a line has resumed from this step of the current VM, or from a later one."""
+        while not line.startswith(f"{self.vm.name}-"):
+            if line not in self.parents:
+                return False
+            line, step = self.parents[line]
+        return step >= said_step
+
+    def newest(self) -> CommitRef | None:
+        found = commit.newest_whole(self._calm(), RunKeys(RUN))
+        return None if found is None else found.ref
+
+    def _calm(self) -> MemoryStore:
+        calm = MemoryStore()
+        calm.objects = self.store.objects
+        calm.written_unix_s = self.store.written_unix_s
+        calm.clock = self.store.clock
+        return calm
+
+    def read_back(self) -> tuple[str, int]:
+        """The line and the step of the bytes in the newest whole commit."""
+        store, keys = self._calm(), RunKeys(RUN)
+        newest = commit.newest_whole(store, keys)
+        if newest is None:
+            return "", 0
+        manifests = catalog.load(store, keys, newest)
+        stored = {shard.path: shard for made in manifests for shard in made.shards}
+        lines = set()
+        for name in FILES:
+            (shard,) = [s for path, s in stored.items() if path.endswith(name)]
+            data = b"".join(
+                self.store.objects[e.chunk.key][e.offset_bytes : e.offset_bytes + e.size_bytes]
+                for e in shard.extents
+            )
+            line, step, _ = data.split(b":", 2)
+            lines.add((line.decode(), int(step)))
+            if data != content(line.decode(), int(step), name):
+                self.problems.append(f"torn bytes of {name} in {newest}")
+        if len(lines) != 1:
+            self.problems.append(f"a mixed checkpoint: {lines}")
+        return lines.pop()
+
+    # ------------------------------------------------------------ what happens
+
+    def run(self) -> None:
+        for number in range(self.random.choice([1, 2, 3])):
+            self._live(self._boot(number))
+        self._calm_end()
+        if self.store.overwritten:
+            self.problems.append(f"written again with other bytes: {self.store.overwritten}")
+
+    def _boot(self, number: int) -> Vm:
+        vm = self.vms[f"vm{number}"] = Vm(self, number)
+        return vm
+
+    def _live(self, vm: Vm) -> None:
+        self.fault_share = self.random.choice([0.0, 0.0, 0.03, 0.2])
+        vm.start_daemon()
+        self.schedule.sleep(self.random.uniform(0, 3))
+        vm.start_trainer()
+        self._thaw(vm)
+        for _ in range(self.random.randrange(4)):
+            self.schedule.sleep(self.random.expovariate(1 / 4))
+            self._disturb(vm)
+        self.schedule.sleep(self.random.uniform(0, 10))
+        deadline_s = self.random.choice([4.0, 12.0, 12.0, 25.0, 25.0, 110.0])
+        if self.random.random() < 0.8 and self._notice(vm, deadline_s):
+            for _ in range(self.random.choice([0, 0, 1, 2])):
+                self.schedule.sleep(self.random.uniform(0, min(8.0, deadline_s / 3)))
+                self._disturb(vm)
+            is_early = self.random.random() < 0.3
+            self.schedule.sleep(
+                self.random.uniform(*(0, 3) if is_early else (deadline_s / 2, deadline_s))
+            )
+        if self.random.random() < 0.3:
+            self._count("VM frozen")
+            self.schedule.freeze(vm.name + "-")
+        else:
+            self._count("power off")
+            vm.power_off()
+
+    def _thaw(self, newer: Vm) -> None:
+        for vm in self.vms.values():
+            if vm is not newer and vm.is_on:
+                self.schedule.sleep(self.random.uniform(0, 20))
+                self.schedule.freeze(vm.name + "-", is_frozen=False)
+                if self.random.random() < 0.5:
+                    self._count("overtaken VM starts its trainer again")
+                    vm.kill_trainer()
+                    vm.start_trainer()
+                self.schedule.sleep(self.random.uniform(0, 20))
+                vm.power_off()
+
+    def _calm_end(self) -> None:
+        """Without faults, a last VM resumes, and a notice ends SAFE."""
+        self.fault_share = 0.0
+        vm = self._boot(9)
+        vm.start_daemon()
+        self.schedule.sleep(1)
+        vm.start_trainer()
+        self._thaw(vm)
+        self.schedule.sleep(10)
+        before = self.counts.get("SAFE", 0)
+        self._notice(vm, 110.0)
+        if not self.schedule.wait(lambda: self.counts.get("SAFE", 0) > before, 60):
+            self.problems.append("without faults, a notice did not end SAFE")
+        vm.power_off()
+
+    def _notice(self, vm: Vm, seconds: float) -> bool:
+        if vm.service is None:
+            return False
+        self._count("notice")
+        if vm.training is not None and vm.training.line:
+            vm.floor = vm.training.step - 1  # the call of guard.step with the newest may be ahead
+        vm.service._post(
+            NoticeRaised(
+                Notice(
+                    source="aws.spot",
+                    kind="reclaim",
+                    identity=f"notice-{vm.name}",
+                    severity=Severity.IMMINENT,
+                    deadline_mono_s=self.schedule.now_s + seconds,
+                    deadline_quality=DeadlineQuality.STATED,
+                    detail="",
+                )
+            )
+        )
+        return True
+
+    def _disturb(self, vm: Vm) -> None:
+        what = self.random.choice(["daemon", "trainer", "both", "outage", "nothing"])
+        if self.random.random() < 0.5:  # during the reply to a create
+            created = self.creates
+            self.schedule.wait(lambda: self.creates > created, 10)
+        if what == "outage":
+            self._count("store outage")
+            before, self.fault_share = self.fault_share, 1.0
+            self.schedule.sleep(self.random.uniform(0, 15))
+            self.fault_share = before
+        if what in {"daemon", "both"}:
+            self._count("daemon killed")
+            vm.kill_daemon()
+        if what in {"trainer", "both"}:
+            self._count("trainer killed")
+            vm.kill_trainer()
+        self.schedule.sleep(self.random.uniform(0, 2))
+        if what in {"daemon", "both"}:
+            vm.start_daemon()
+        if what in {"trainer", "both"}:
+            vm.start_trainer()
+
+
+class _Datetime(datetime):
+    @classmethod
+    def now(cls, tz: Any = None) -> Any:
+        return datetime.fromtimestamp(time.time(), tz)
+
+
+def _patch(world: World) -> None:
+    """Replace the store, the properties of processes, inotify and the log."""
+
+    def identify(connected: Any) -> Peer:
+        return Peer(os.getpid(), os.geteuid(), os.getegid(), os.dup(world.vm.lifeline_read))
+
+    def process_start(peer: Peer) -> int:
+        return 0 if select.select([peer.pidfd], [], [], 0)[0] else 1000 + world.vm.trainers
+
+    peers.identify = identify
+    peers.process_start = process_start
+    signal_reader.handle = lambda *_: None
+    storage.open_stores = lambda *_: (world.store, world.store, None)
+    StagingObserver._watch = lambda _: None  # type: ignore[method-assign, assignment]
+    boot.boot_id = lambda: world.vm.boot_id
+    wall.datetime = _Datetime  # type: ignore[attr-defined]
+
+    def take(_logger: object, _level: str, event: Any) -> Any:
+        world.log(event)
+        raise structlog.DropEvent
+
+    structlog.configure(processors=[take], cache_logger_on_first_use=False)
+
+
+def simulate(seed: int) -> dict[str, Any]:
+    """Run one seed in this process, which has to end afterwards because threads remain."""
+    with tempfile.TemporaryDirectory(prefix="sim-", ignore_cleanup_errors=True) as name:
+        world = World(seed, Path(name))
+        _patch(world)
+        try:
+            world.run()
+        except BaseException:
+            world.problems.append(traceback.format_exc())
+        finally:
+            world.schedule.stop()
+        world.problems += ["".join(traceback.format_exception(e)) for e in world.schedule.failures]
+    return {
+        "seed": seed,
+        "problems": world.problems,
+        "counts": world.counts,
+        "switches": world.schedule.switches,
+        "seconds": round(world.schedule.now_s - 10_000, 1),
+    }
+
+
+def forked(seed: int) -> dict[str, Any]:
+    """Simulate a seed in a fork, which leaves no thread behind."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            faulthandler.dump_traceback_later(SEED_LIMIT_S - 5)
+            os.write(writer, json.dumps(simulate(seed)).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader) as stream:
+        is_ready = select.select([stream], [], [], SEED_LIMIT_S)[0]
+        text = stream.read() if is_ready else ""
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    if text:
+        result: dict[str, Any] = json.loads(text)
+        return result
+    return {"seed": seed, "problems": ["the run hangs, or ended without a result"], "counts": {}}
+
+
+def main() -> int:
+    first, count = int(sys.argv[1]), int(sys.argv[2])
+    found = 0
+    for seed in range(first, first + count):
+        result = forked(seed)
+        print(json.dumps(result), flush=True)
+        found += bool(result["problems"])
+        if found and "--stop" in sys.argv:
+            break
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

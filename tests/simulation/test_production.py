@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seeded runs of the production daemon and the production hooks on a simulated clock.
+
+``SWANSONG_PRODUCTION_SEEDS=500`` runs more of them, and ``SWANSONG_SEED=17`` starts at that seed.  A failure
+names its seed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+FIRST = int(os.environ.get("SWANSONG_SEED", "0"))
+SEEDS = int(os.environ.get("SWANSONG_PRODUCTION_SEEDS", "12"))
+WANTED = {"SAFE", "resumed", "daemon killed", "trainer killed", "reply lost", "VM frozen"}
+
+
+def run(first: int, count: int, **environment: str) -> list[str]:
+    """The lines of the command, one for each seed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "testkit.simulation.production", str(first), str(count)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120 + 20 * count,
+        check=False,
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == count, done.stderr
+    return lines
+
+
+@pytest.mark.fault("G03", "G05", "N12", "O11", "T15", "T22")
+def test_no_schedule_of_the_production_code_breaks_a_promise() -> None:
+    """SAFE is true in the store, a resume never loses it, and a calm VM ends SAFE after all faults."""
+    happened: Counter[str] = Counter()
+    for line in run(FIRST, SEEDS):
+        result = json.loads(line)
+        assert not result["problems"], f"seed {result['seed']}:\n" + "\n".join(result["problems"])
+        happened.update(result["counts"])
+    assert SEEDS < 12 or happened.keys() >= WANTED, f"never happened: {WANTED - happened.keys()}"
+
+
+LOST_TURN = """
+from testkit.simulation import schedule
+schedule.install()
+import threading
+world = schedule.Schedule(0)
+threading.Thread(target=lambda: world.wait(lambda: 1 / 0, None), daemon=True).start()
+world.sleep(60)
+"""
+
+
+def test_an_error_in_the_choice_of_a_thread_ends_the_run() -> None:
+    """The main thread raises the error; no thread waits for a turn that is lost."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOST_TURN], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
+
+
+def test_a_seed_repeats_exactly() -> None:
+    """Two processes with different hash seeds print the same line for a seed."""
+    assert run(FIRST, 2, PYTHONHASHSEED="1") == run(FIRST, 2, PYTHONHASHSEED="random")
