@@ -744,7 +744,7 @@ def test_state_that_differs_between_ranks_needs_resize(
 ) -> None:
     """Two ranks refuse the loader state of one rank, unless ``resize`` converts it.
 
-    The batches of the other rank are not compared with those of this one.
+    This rank does not compare its batches with the checksum of the other one.
     """
     before = Trainer(1)
     before.steps(3)

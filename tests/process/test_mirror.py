@@ -156,7 +156,7 @@ def test_a_command_ends_when_the_store_hangs(
 def test_a_mirror_that_fails_costs_nothing(
     bucket: Bucket, new_vm: Any, mirror: dict[str, str], witness: str
 ) -> None:
-    """Verdict and health are those of the store."""
+    """The store alone decides verdict and health."""
     control(mirror["endpoint"], "answer?status=503&match=ckpt&times=100000")
     vm = vm_with(new_vm, "vm", bucket.store, mirror)
     daemon = vm.start_daemon()

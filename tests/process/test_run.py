@@ -271,7 +271,7 @@ def test_the_daemon_of_the_system_is_required(
 
 
 def test_a_daemon_that_cannot_start_names_the_fix(start: Start) -> None:
-    """Its error is that of the command; no directory is created in place of a disk that is missing."""
+    """The command names its error; no directory is created in place of a disk that is missing."""
     command = start(options=("run", "--run", "r", "--staging", "/nonexistent"))
     assert command.process.wait() == 15
     command.said("create or mount it")

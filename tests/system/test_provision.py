@@ -106,7 +106,7 @@ def provisioned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Provisione
 def test_second_run_changes_nothing(provisioned: Provisioned) -> None:
     """A second run, without dpkg and from the sources, changes no path, mode, owner or byte.
 
-    Wheels built from the sources have other bytes and names than those of the wheelhouse.
+    Wheels built from the sources differ in bytes and names from the wheelhouse.
     """
 
     def differ(name: str, built: str) -> set[str]:

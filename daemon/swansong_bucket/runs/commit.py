@@ -84,7 +84,7 @@ def claim_generation(
         look_back: number of newest claims among which the start may have one.
 
     Raises:
-        FencedError: a newer generation has taken the run over from that of the start, or from ``held``.
+        FencedError: a newer generation has taken the run over from this start, or from ``held``.
         CorruptError: the format has no further number, the listing contains an object that no swansong
             wrote, or a field of the claim is out of bounds; nothing was claimed.
         StoreError: the store failed, or the race was lost too often.

@@ -78,7 +78,7 @@ def test_a_file_above_the_limit_is_not_read(top: int) -> None:
 
 @pytest.mark.fault("S7")
 def test_a_tree_of_any_depth_is_removed(tmp_path: Path, top: int) -> None:
-    """1,100 levels, with files beside them, and a link whose target stays."""
+    """1,100 levels with files, and a link whose target stays."""
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "file").write_text("data")
     fd = openat.make_directory("doomed", dir_fd=top, mode=0o700)

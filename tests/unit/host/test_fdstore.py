@@ -112,7 +112,7 @@ def test_a_start_takes_the_lock_out_of_the_store(
 def test_live_notices_come_back_with_their_deadlines(
     systemd: Systemd, restart: Callable[[], FdStore]
 ) -> None:
-    """The deadlines are the same instants; expired notices, and those of a removed source, are dropped."""
+    """The deadlines are the same instants; expired notices and notices of a removed source are dropped."""
     early, late = a_notice(deadline_mono_s=50.0), a_notice("logind", deadline_mono_s=90.0)
     first = FdStore(systemd.notifier, {})
     first.store_notices([early, late])

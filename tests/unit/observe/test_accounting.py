@@ -161,7 +161,7 @@ def test_a_rollback_is_recorded_by_its_own_start() -> None:
     at(story, 1.0, TrainerProgress(1, 43, step_s=1.0))
     record = story.resumes[-1]
     assert (record.generation, record.milestones.start_step) == (3, 42)
-    assert record.milestones.bytes_fetched == 0, "the download was that of the start before"
+    assert record.milestones.bytes_fetched == 0, "the start before made the download"
 
 
 def test_each_start_of_a_job_over_several_vms_is_recorded() -> None:
@@ -344,7 +344,7 @@ def test_a_fault_costs_only_the_facts_so_far() -> None:
 
 @pytest.mark.parametrize("event", [FenceFound(9), StopRequested("stopped")], ids=["fenced", "stop"])
 def test_nothing_is_reported_once_the_daemon_ends(event: Event) -> None:
-    """After a fence the generation belongs to another VM, and a stop has a conclusion of its own."""
+    """After a fence the generation belongs to another VM, and a stop has another conclusion."""
     story = evacuated()
     story.now += story.left_s - LAST_FAREWELL_LEAD_S / 2
     story.tell(event)
