@@ -247,6 +247,15 @@ class Start:
     def has_hooks(self) -> bool:
         return not self.id.startswith(PROCESS_PREFIX)
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether its place among the starts is known: its claim, its process or the boot tells it.
+
+        Otherwise it is known from its sets only.
+        """
+        has_process = self.is_live or self.began_ticks > 0 or self.process_ns > 0
+        return self.generation is not None or has_process or not self.is_of_boot
+
 
 class CheckpointKind(StrEnum):
     """Why a checkpoint was taken."""

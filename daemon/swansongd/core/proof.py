@@ -104,6 +104,9 @@ def position_of(state: State) -> Position | str | None:
     start = state.start
     if start is None:
         return "the start of the connected ranks is unknown" if state.connected else None
+    later = _may_be_later(state, start)
+    if later:
+        return f"which start is the newest is unknown: {later} has sealed a checkpoint, and has not connected"
     request = None if state.evacuation is None else state.evacuation.request
     position = _position_in(state, start, request)
     if isinstance(position, str) and request is not None and request.sealed is not None:
@@ -111,6 +114,15 @@ def position_of(state: State) -> Position | str | None:
         if asked is not None and (request.by_signal or asked.id == request.start_id):
             return _position_in(state, asked, request)
     return position
+
+
+def _may_be_later(state: State, start: Start) -> str:
+    """A start that is known from its sets only, of which one is newer than all sets of this start."""
+    sets = state.staging.usable
+    last_ns = max((each.written_ns for each in sets if each.id.start == start.id), default=0)
+    unplaced = {each.id for each in state.starts.known if not each.is_placed} - {start.id}
+    newer = (s.id.start for s in sets if s.id.start in unplaced and s.written_ns > last_ns)
+    return next(newer, "")
 
 
 def _position_in(state: State, start: Start, request: CheckpointRequest | None) -> Position | str:

@@ -158,7 +158,18 @@ def _comes_before(state: State, staged: Staged, ref: CommitRef) -> bool:
     committed = CheckpointId(ref.step, "", ref.is_final, owner)
     if staged.id.start == owner:
         return (staged.id.step, staged.id.is_final) < (ref.step, ref.is_final)
+    if not _is_placed(state, staged):
+        return any(
+            (each.id.start, each.id.step) == (owner, ref.step)
+            and each.written_ns > staged.written_ns
+            for each in state.staging.staged
+        )
     return bool(owner) and state.order(staged.id) < state.order(committed)
+
+
+def _is_placed(state: State, staged: Staged) -> bool:
+    start = state.start_of(staged.id.start)
+    return start is None or start.is_placed
 
 
 def set_aside(transition: Transition, start_id: str, newest_part: CommitRef | None) -> None:
@@ -246,6 +257,8 @@ def _wanted(state: State) -> frozenset[CheckpointId]:
         wanted.add(state.flush.flight.staged.id)
     wanted.update(item.staged.id for item in state.commits.stored)
     wanted.update(state.answers)
+    unplaced = (s for s in reversed(newest_first) if not _is_placed(state, s))
+    wanted.update({staged.id.start: staged.id for staged in unplaced}.values())  # newest of each
     partly = [staged for staged in newest_first if state.flush.stored_bytes.get(staged.id)]
     if partly:
         wanted.add(max(partly, key=lambda staged: state.flush.stored_bytes[staged.id]).id)

@@ -124,3 +124,39 @@ def test_no_flush_begins_before_the_run_is_read() -> None:
     story = Story(claimed=False, recorded=(Start(id="a", generation=1),))
     story.seal(20)
     assert story.flushes == []
+
+
+@pytest.mark.fault("H01", "T09")
+def test_a_start_that_has_not_reconnected_may_be_the_newest() -> None:
+    """Only a late process of the start before has reconnected: the newer set stays, and nothing is SAFE.
+
+    With the process of the newer start its place is known, and its set becomes a commit.
+    """
+    recorded = (Start(id="a", generation=1),)
+    story = Story(staged=[a_set(7, "old", written_ns=10)], recorded=recorded)
+    story.join()
+    story.starts(0)
+    newer = story.seal(10, "new", start_id="b", written_ns=20)
+    story.notice(60)
+    story.accept(7)
+    story.store_all()
+    assert story.state.commits.last == CommitRef(1, 7)
+    assert story.conclude() == ["PARTIAL generation 1 step 7"]
+    assert newer.directory not in {name for order in story.all(Prune) for name in order.directories}
+    story.withdraw()
+    story.join(2, pid=200, start_id="b")
+    story.store_all()
+    assert story.state.commits.last == CommitRef(2, 10)
+
+
+def test_newer_sets_of_another_start_drop_no_set_whose_place_is_unknown() -> None:
+    """No start has a generation, as in an outage of the store.  The process of start b has not connected."""
+    story = Story()
+    story.grants = False
+    story.join()
+    story.starts(0)
+    story.seal(10, "of-b", start_id="b", written_ns=20)
+    for step in (7, 8, 9):
+        story.seal(step, f"of-a-{step}", written_ns=20 + step)
+    dropped = {name for order in story.all(Prune) for name in order.directories}
+    assert dropped == {"step-000000000007.of-a-7"}
