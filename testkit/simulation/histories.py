@@ -333,6 +333,25 @@ def _fits(world: World, left_s: float) -> bool:
     return plan.kind is planner.PlanKind.TAKE and plan.fits
 
 
+def reconnects(seed: int) -> World:
+    """The daemon dies around the notice, and the trainer needs up to a minute to reconnect.
+
+    It may have left the line of the newest commit before, or be ahead of it.
+    """
+    weather = random.Random(f"reconnects {seed}")
+    world = World(seed, trainer=weather.choice(("one rank", "two ranks")))
+    world.reconnects_slowly = True
+    world.run(1000 + weather.uniform(10, 90))
+    if weather.random() < 0.5:
+        world.restart_trainer(is_behind=True)
+        world.run(world.now + weather.choice((0.5, 5.0)))
+    world.stop_daemon()
+    world.run(world.now + weather.choice((0.1, 3.0, 15.0)))
+    world.raise_notice(weather.choice((2.0, 6.0, 30.0)))
+    world.run(world.now + 60)
+    return world
+
+
 def live_fleet(seed: int) -> Fleet:
     """Several VMs: notices, losses and restarts for some minutes, then training without faults.
 
@@ -393,6 +412,7 @@ HISTORIES: dict[str, Callable[[int], object]] = {
     "live": live,
     "honest": honest,
     "fits": fits,
+    "reconnects": reconnects,
     "fleet": live_fleet,
 }
 

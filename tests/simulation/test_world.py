@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seeded runs of the whole decision loop against a world that fails.
 
-``SWANSONG_SEEDS=20000`` runs more of them, ``SWANSONG_SEED=17`` one.  A failure names its seed.  Long runs:
+``SWANSONG_SEEDS=20000`` runs more of them, ``SWANSONG_SEED=17`` one.  A failure names its seed, which
+:mod:`testkit.simulation.shrink` reduces to the few choices that matter.  Long runs:
 :mod:`testkit.simulation.histories`.
 """
 
@@ -29,7 +30,7 @@ from swansongd.core.transition import Transition
 from swansongd.observe.phase import Phase, is_follow_up_under_way, phase_of
 
 from testkit.simulation.bucket import restored
-from testkit.simulation.histories import failure_of, fits, live
+from testkit.simulation.histories import failure_of, fits, live, reconnects
 from testkit.simulation.world import FAULTS, MIB, RESERVE_S, World
 
 SEEDS = int(os.environ.get("SWANSONG_SEEDS", "40"))
@@ -128,18 +129,8 @@ def test_a_restart_leads_to_no_false_safe() -> None:
     """
     found = 0
     for seed in seeds():
-        weather = random.Random(f"reconnects {seed}")
-        world = World(seed, trainer=weather.choice(("one rank", "two ranks")))
-        world.reconnects_slowly = True
         try:
-            world.run(1000 + weather.uniform(10, 90))
-            if weather.random() < 0.5:
-                world.restart_trainer(is_behind=True)
-                world.run(world.now + weather.choice((0.5, 5.0)))
-            world.stop_daemon()
-            world.run(world.now + weather.choice((0.1, 3.0, 15.0)))
-            world.raise_notice(weather.choice((2.0, 6.0, 30.0)))
-            world.run(world.now + 60)
+            world = reconnects(seed)
         except Exception as error:
             pytest.fail(f"seed {seed}: {type(error).__name__}: {error}")
         ranks = [] if world.trainer is None else world.trainer.ranks
