@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from typing import TypeVar
 
 from blake3 import blake3
 
@@ -26,7 +25,6 @@ VERIFIED_MAX = 200_000
 _LISTED_MIN = 100
 """With more chunks of one generation, a listing costs less than their HEADs."""
 
-T = TypeVar("T")
 
 Moved = Callable[[int], None]
 """Takes the size of a chunk that the second store has acknowledged."""
@@ -87,7 +85,7 @@ class ChunkCopier:
             if (info := self._mirror.head(key)) is not None:
                 sizes_bytes[key] = info.size_bytes
 
-        self._parallel(few, head)
+        parallel(few, head, threads=self._connections, stop=self._stop)
         for chunk in chunks:
             if sizes_bytes.get(chunk.key, chunk.size_bytes) != chunk.size_bytes:
                 raise self._other(chunk)
@@ -101,12 +99,12 @@ class ChunkCopier:
             StoreError: a store failed.
             Stopped: the stop was set.
         """
-        self._parallel(chunks, self._copy)
+        parallel(chunks, self._copy, threads=self._connections, stop=self._stop)
 
     def verify(self, chunks: Sequence[Chunk]) -> None:
         """Read the chunks back from the mirror that are not verified yet; raises as :meth:`copy`."""
         unverified = [chunk for chunk in chunks if chunk.key not in self.verified]
-        self._parallel(unverified, self._verify)
+        parallel(unverified, self._verify, threads=self._connections, stop=self._stop)
         if len(self.verified) > VERIFIED_MAX:
             self.verified = {chunk.key for chunk in chunks}
 
@@ -150,10 +148,6 @@ class ChunkCopier:
             raise CorruptError(
                 f"{chunk.key} has {info.size_bytes} bytes in the store instead of {chunk.size_bytes}"
             )
-
-    def _parallel(self, tasks: Collection[T], function: Callable[[T], None]) -> None:
-        threads = min(self._connections, len(tasks))
-        parallel(tasks, function, threads=threads, stop=self._stop)
 
     def _other(self, chunk: Chunk) -> CorruptError:
         return CorruptError(

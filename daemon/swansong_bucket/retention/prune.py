@@ -160,12 +160,7 @@ class _Run:
 
     def delete_commits(self) -> None:
         """Delete the manifests of all commits that go, the oldest first."""
-        parallel(
-            reversed(self._doomed),
-            self._delete_commit,
-            threads=min(THREADS, len(self._doomed)),
-            stop=self._stop,
-        )
+        parallel(self._doomed[::-1], self._delete_commit, threads=THREADS, stop=self._stop)
 
     def _delete_commit(self, read: ReadCommit) -> None:
         ref = read.commit.ref

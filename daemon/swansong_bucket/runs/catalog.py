@@ -302,7 +302,7 @@ def load_each(
 
     Args:
         take: called from any thread, one call at a time, in any order.
-        progress: called in the same way, with the number of commits done and of all commits.
+        progress: called one call at a time, with the number of commits done and of all commits.
 
     Raises:
         StoreError: a request to the store failed.
@@ -310,10 +310,8 @@ def load_each(
     """
     room = _Room(IN_MEMORY_BYTES)
     taking = threading.Lock()
-    done = 0
 
     def one(commit: Commit) -> None:
-        nonlocal done
         with room.of(commit.size_bytes):
             loaded: tuple[Manifest, ...] | CorruptError
             try:
@@ -322,11 +320,8 @@ def load_each(
                 loaded = error
             with taking:
                 take(commit, loaded)
-                done += 1
-                if progress is not None:
-                    progress(done, len(commits))
 
-    parallel(commits, one, threads=min(READS, len(commits)), stop=stop)
+    parallel(commits, one, threads=READS, stop=stop, progress=progress)
 
 
 class _Room:
@@ -413,7 +408,7 @@ def _may_name_a_commit(store: ObjectStore, keys: RunKeys) -> str | None:
             if farewell.commit is not None:
                 found.append(f"{info.key} names {farewell.commit}")
 
-    parallel(infos, read, threads=min(READS, len(infos)))
+    parallel(infos, read, threads=READS)
     return min(found, default=None)
 
 

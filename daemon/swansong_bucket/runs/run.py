@@ -209,11 +209,8 @@ class Records(Generic[Name, Content, Facts]):
 
     def _read(self, names: Sequence[Name], progress: Progress | None = None) -> dict[Name, Content]:
         found: dict[Name, Content] = {}
-        counting = threading.Lock()
-        done = 0
 
         def one(name: Name) -> None:
-            nonlocal done
             info = self.infos[name]
             try:
                 content = self._content(info)
@@ -224,12 +221,8 @@ class Records(Generic[Name, Content, Facts]):
             except CorruptError as error:
                 self._memory.damaged[info.identity] = self._run.monotonic()
                 self._run.on_damaged(info.key, error)
-            with counting:
-                done += 1
-                if progress is not None:
-                    progress(done, len(names))
 
-        parallel(names, one, threads=min(READS, len(names)), stop=self._run.stop)
+        parallel(names, one, threads=READS, stop=self._run.stop, progress=progress)
         return found
 
     def _content(self, info: ObjectInfo) -> Content:

@@ -124,8 +124,7 @@ class Reader:
             if why:
                 defects[chunk] = why
 
-        threads = min(self.options.connections, len(chunks))
-        parallel(chunks, one, threads=threads, stop=self.options.stop)
+        parallel(chunks, one, threads=self.options.connections, stop=self.options.stop)
         return defects
 
     def read(
@@ -158,7 +157,7 @@ class Reader:
             partial(reading.create, [shard.path for shard in ordered if not shard.extents])
         ]
         tasks += [partial(reading.chunk, chunk) for chunk in places]
-        threads = min(self.options.connections * _SYNCS, len(tasks))
+        threads = self.options.connections * _SYNCS
         parallel(tasks, lambda task: task(), threads=threads, stop=self.options.stop)
         return PassResult(
             reused_bytes=reading.reused_bytes,

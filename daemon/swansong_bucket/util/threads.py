@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from typing import TypeVar
 
 import structlog
@@ -62,24 +62,32 @@ def parallel(
     *,
     threads: int,
     stop: threading.Event | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Call ``function`` once for each task, in up to ``threads`` threads at a time.
 
-    ``tasks`` is read task by task, by one thread at a time.
+    ``tasks`` is read task by task, by one thread at a time.  A collection has at most a thread for each task.
     Returns when all calls have returned.  After the first error no further task begins.  Calls in progress
     are waited for, so that no thread still uses what the caller cleans up next; each call must have its own
     timeouts.
+
+    Args:
+        progress: called after each task of a collection, one call at a time, with the number of tasks that
+            are done and of all tasks.
 
     Raises:
         Stopped: ``stop`` was set before all tasks were done.
         BaseException: the first error that ``function`` raised.
     """
     left = iter(tasks)
+    count = len(tasks) if isinstance(tasks, Sized) else threads
+    done = 0
     lock = threading.Lock()
     halt = threading.Event()
     errors: list[BaseException] = []
 
     def work() -> None:
+        nonlocal done
         while not halt.is_set():
             try:
                 with lock:
@@ -95,6 +103,10 @@ def parallel(
                 return
             try:
                 function(task)
+                if progress is not None:
+                    with lock:
+                        done += 1
+                        progress(done, count)
             except BaseException as error:  # raised below, in the thread of the caller
                 with lock:
                     errors.append(error)
@@ -102,7 +114,7 @@ def parallel(
 
     workers = [
         threading.Thread(target=work, name=f"parallel-{number}", daemon=True)
-        for number in range(threads)
+        for number in range(min(threads, count))
     ]
     try:
         for worker in workers:

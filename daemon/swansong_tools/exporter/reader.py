@@ -111,7 +111,7 @@ class StoreReader:
             parallel(
                 due,
                 lambda name: self._read_run(name, counts),
-                threads=min(RUNS_AT_ONCE, len(due)),
+                threads=RUNS_AT_ONCE,
                 stop=self._stop,
             )
         except Stopped:

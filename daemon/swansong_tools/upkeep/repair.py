@@ -116,7 +116,7 @@ def repair(
             if options.progress is not None:
                 options.progress(done_bytes, total_bytes)
 
-    parallel(list(plans), one, threads=min(_THREADS, len(plans)), stop=options.stop)
+    parallel(plans, one, threads=_THREADS, stop=options.stop)
     return [done[chunk] for chunk in plans if chunk in done]
 
 

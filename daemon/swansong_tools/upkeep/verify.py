@@ -176,9 +176,8 @@ def wrong_sizes(
         info = store.head(chunk.key)
         compare(chunk, None if info is None else info.size_bytes)
 
-    threads = options.connections
-    parallel(list(wanted), listed, threads=min(threads, len(wanted)), stop=options.stop)
-    parallel(unlisted, asked, threads=min(threads, len(unlisted)), stop=options.stop)
+    parallel(wanted, listed, threads=options.connections, stop=options.stop)
+    parallel(unlisted, asked, threads=options.connections, stop=options.stop)
     return wrong
 
 

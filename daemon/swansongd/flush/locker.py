@@ -70,7 +70,7 @@ class Locker:
         if not due or self._is_urgent():
             return
         try:
-            parallel(due, self._extend, threads=min(_THREADS, len(due)))
+            parallel(due, self._extend, threads=_THREADS)
         except (Stopped, StoreError) as error:
             if isinstance(error, Stopped) or self._is_urgent():
                 return

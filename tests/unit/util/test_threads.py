@@ -134,3 +134,16 @@ def test_tasks_are_read_one_by_one() -> None:
     with pytest.raises(ValueError, match="no further task"):
         parallel(tasks(), work, threads=1)
     assert ahead == [1] * 10
+
+
+def test_the_progress_counts_every_task_of_a_collection() -> None:
+    """One call at a time, in order.  No collection gets more threads than it has tasks."""
+    shown: list[tuple[int, int]] = []
+    names: set[str] = set()
+
+    def work(_task: int) -> None:
+        names.add(threading.current_thread().name)
+
+    parallel([7, 8, 9], work, threads=50, progress=lambda done, count: shown.append((done, count)))
+    assert shown == [(1, 3), (2, 3), (3, 3)]
+    assert names <= {"parallel-0", "parallel-1", "parallel-2"}
