@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -51,13 +52,13 @@ _THREADS = 4
 _log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RepairOutcome:
     """The outcome for one object."""
 
     key: str
-    size_bytes: int
-    commits: Sequence[CommitRef]
+    size_bytes: int = 0
+    commits: Sequence[CommitRef] = ()
     """The commits that name the object, newest first."""
     problem: str = ""
     """Why it is still damaged; empty if it is whole again."""
@@ -142,24 +143,25 @@ def _repaired(
     copies: Iterator[tuple[str, bytes | bytearray]],
 ) -> RepairOutcome:
     """Replace the object by the first intact copy; the outcome has the reason if that is impossible."""
-    origin, problem = "", ""
-    try:
-        origin = _replaced(store, chunk, copies)
-    except CorruptError as error:
-        problem = error.line()
-    except Permanent as error:
-        problem = f"the store refused the new object: {error.line()}"
-    if problem:
-        _log.error("object_not_repaired", key=chunk.key, reason=problem)
+    outcome = RepairOutcome(key=chunk.key, size_bytes=chunk.size_bytes, commits=commits)
+    with _reasons(outcome, "object"):
+        outcome.origin = _replaced(store, chunk, copies)
+    if outcome.problem:
+        _log.error("object_not_repaired", key=chunk.key, reason=outcome.problem)
     else:
-        _log.info("object_repaired", key=chunk.key, origin=origin)
-    return RepairOutcome(
-        key=chunk.key,
-        size_bytes=chunk.size_bytes,
-        commits=commits,
-        problem=problem,
-        origin=origin,
-    )
+        _log.info("object_repaired", key=chunk.key, origin=outcome.origin)
+    return outcome
+
+
+@contextmanager
+def _reasons(outcome: RepairOutcome, kind: str, where: str = "") -> Iterator[None]:
+    """Note in the outcome why an object of this kind was not replaced."""
+    try:
+        yield
+    except CorruptError as error:
+        outcome.problem = f"{where}{error.line()}"
+    except Permanent as error:
+        outcome.problem = f"the store refused the new {kind}: {error.line()}"
 
 
 def _replaced(
@@ -286,25 +288,15 @@ def repair_pins(store: ObjectStore, keys: RunKeys, mirror: ObjectStore) -> list[
     for stored in Pins(store, keys).now():
         if stored.pin is not None:
             continue
-        problem, ref, data = "the mirror has no such pin", None, b""
-        try:
+        outcome = RepairOutcome(key=stored.key)
+        with _reasons(outcome, "pin", "in the mirror "):
             pin = pins.read(mirror, keys, stored.key)
-            if pin is not None:
-                ref, data, problem = pin.ref, pins.encode(pin), ""
-                store.put(stored.key, data)
-        except CorruptError as error:
-            problem = f"in the mirror {error.line()}"
-        except Permanent as error:
-            problem = f"the store refused the new pin: {error.line()}"
-        done.append(
-            RepairOutcome(
-                key=stored.key,
-                size_bytes=len(data),
-                commits=[] if ref is None else [ref],
-                problem=problem,
-                origin="" if problem else "mirror",
-            )
-        )
+            if pin is None:
+                outcome.problem = "the mirror has no such pin"
+            else:
+                outcome.commits = [pin.ref]
+                _copied(outcome, store, pins.encode(pin))
+        done.append(outcome)
     return done
 
 
@@ -319,23 +311,19 @@ def _repaired_manifest(
         return None  # the store refuses it, and would refuse to replace it
     except CorruptError:
         pass
-    key = commit.manifest_keys[node]
-    problem, data = "", b""
-    try:
+    outcome = RepairOutcome(key=commit.manifest_keys[node], commits=[commit.ref])
+    with _reasons(outcome, "manifest", "in the mirror "):
         catalog.load_node(mirror, keys, commit, node)
-        data = mirror.get(key)
+        data = mirror.get(outcome.key)
         manifests.decode(data)
-        if store.head(key) is None:
+        if store.head(outcome.key) is None:
             return None  # prune has deleted it meanwhile
-        store.put(key, data)
-    except CorruptError as error:
-        problem = f"in the mirror {error.line()}"
-    except Permanent as error:
-        problem = f"the store refused the new manifest: {error.line()}"
-    return RepairOutcome(
-        key=key,
-        size_bytes=len(data),
-        commits=[commit.ref],
-        problem=problem,
-        origin="" if problem else "mirror",
-    )
+        _copied(outcome, store, data)
+    return outcome
+
+
+def _copied(outcome: RepairOutcome, store: ObjectStore, data: bytes) -> None:
+    """Replace the object by that of the mirror."""
+    outcome.size_bytes = len(data)
+    store.put(outcome.key, data)
+    outcome.origin = "mirror"
