@@ -90,8 +90,7 @@ def _values(report: RunReport) -> dict[str, Any]:
         "ettr_chart": None if loss is None else drawing.ettr_chart(loss.windows),
         "stacks": drawing.loss_stacks(interruptions),
         "sums": drawing.loss_sums(interruptions),
-        "parts_of": drawing.loss_parts,
-        "loss_parts": drawing.LOSS_PARTS,
+        "drawing": drawing,
         "part_names": PART_NAMES,
         "stories": [
             {
@@ -103,13 +102,6 @@ def _values(report: RunReport) -> dict[str, Any]:
             }
             for story in report.stories
         ],
-        "heights": {
-            "label": drawing.LABEL_PIXELS,
-            "lane": drawing.LANE_PIXELS,
-            "heading": drawing.HEADING_PIXELS,
-            "rates": drawing.RATES_PIXELS,
-            "chart": drawing.CHART_PIXELS,
-        },
     }
 
 
