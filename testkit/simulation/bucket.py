@@ -27,7 +27,6 @@ from swansong_bucket.stores.base import (
     ObjectStore,
     Page,
     Sink,
-    delete_each,
 )
 from swansongd.core.events import (
     CheckComplete,
@@ -154,11 +153,9 @@ class SimStore:
             self.names.remove(key)
 
     def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
-        return delete_each(self, infos)
-
-    def lock(self, key: str) -> float | None:
-        del key
-        return None
+        for info in infos:  # in order: a run of the simulation can be repeated
+            self.delete(info.key, if_tag=info.tag)
+        return {}
 
     def create(self, key: str, body: Body) -> None:
         raise NotImplementedError

@@ -47,6 +47,7 @@ DELETED_MAX = 1000
 LISTED_MAX = 1_000_000
 """Entries of one listing, which is in memory: 20,000 files of each of 50 VMs."""
 _PAGES_MAX = 20_000
+_DELETE_THREADS = 8
 _AZURE_ACCOUNT = re.compile(r"[a-z0-9]{3,24}")
 _AZURE_CONTAINER = re.compile(r"(?=.{3,63}\Z)[a-z0-9]+(-[a-z0-9]+)*")
 
@@ -228,12 +229,24 @@ class ObjectStore(Protocol):
         Sends one request where the store can.  Returns the keys that remain, each with the reason; they are
         not an error.  Raises when the store did not process the request: objects may then be deleted or not.
         """
+        expect_few(infos)
+        remaining: dict[str, str] = {}
 
-    def lock(self, key: str) -> float | None:
+        def delete(info: ObjectInfo) -> None:
+            try:
+                self.delete(info.key, if_tag=info.tag)
+            except (Changed, Locked) as error:
+                remaining[info.key] = str(error)
+
+        parallel(infos, delete, threads=_DELETE_THREADS)
+        return remaining
+
+    def lock(self, key: str) -> float | None:  # noqa: ARG002 - for stores with retentions
         """Extend the retention of an object, as if it were written now; returns its end in Unix seconds.
 
         None, and no request, if the store gives objects with this key no retention.
         """
+        return None
 
     def create(self, key: str, body: Body) -> None:
         """Store a chunk under a new key, in one request.
@@ -321,23 +334,6 @@ def all_pages(
         if token in tokens or len(tokens) >= _PAGES_MAX:
             raise Permanent(f"{what}: the pages of the store's listing do not end")
         tokens.add(token)
-
-
-def delete_each(
-    store: ObjectStore, infos: Sequence[ObjectInfo], *, threads: int = 1
-) -> Mapping[str, str]:
-    """Delete objects with a request for each one; see :meth:`ObjectStore.delete_many`."""
-    expect_few(infos)
-    remaining: dict[str, str] = {}
-
-    def delete(info: ObjectInfo) -> None:
-        try:
-            store.delete(info.key, if_tag=info.tag)
-        except (Changed, Locked) as error:
-            remaining[info.key] = str(error)
-
-    parallel(infos, delete, threads=threads)
-    return remaining
 
 
 def expect_few(infos: Sequence[ObjectInfo]) -> None:

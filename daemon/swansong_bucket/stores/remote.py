@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -27,11 +27,9 @@ from swansong_bucket.stores.base import (
     GET_BYTES_MAX,
     Body,
     BytesSink,
-    ObjectInfo,
     ObjectStore,
     Page,
     Sink,
-    delete_each,
     is_certificate_problem,
     named,
 )
@@ -41,7 +39,6 @@ from swansong_bucket.util.http1 import retry_after_s
 ENDPOINT = re.compile(r"https?://([^/@?#:\[\]]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 
 _STALL_S_MAX = 3.0
-_DELETE_THREADS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +105,6 @@ class RemoteStore(ObjectStore):
         self, prefix: str, token: str | None, *, after: str = "", items: int | None = None
     ) -> Page:
         """See the contract; a page has up to ``items`` objects, with None the usual number."""
-
-    def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
-        return delete_each(self, infos, threads=_DELETE_THREADS)
 
     def create(self, key: str, body: Body) -> None:
         try:

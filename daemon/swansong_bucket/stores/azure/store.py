@@ -32,7 +32,9 @@ _PAGE_ITEMS = 500
 class AzureStore(RemoteStore):
     """A container, or a prefix in one.
 
-    For credentials see :class:`swansong_bucket.stores.azure.access.AzureAccess`.
+    For credentials see :class:`swansong_bucket.stores.azure.access.AzureAccess`.  Swansong gives blobs no
+    retention: the policy of a container refuses a delete with Locked.  In a container with policies for
+    versions, a delete keeps the bytes as an older version.
 
     Args:
         config: with a URL ``az://account/container/prefix``.
@@ -62,14 +64,6 @@ class AzureStore(RemoteStore):
         except Exists as other:
             if self.head(key) is not None:
                 raise Changed(str(other)) from other
-
-    def lock(self, key: str) -> float | None:  # noqa: ARG002
-        """See the contract.  Swansong gives blobs no retention.
-
-        The policy of a container refuses a delete with Locked.  In a container with policies for versions, a
-        delete keeps the bytes as an older version.
-        """
-        return None
 
     # ------------------------------------------------------------ requests
 

@@ -17,7 +17,7 @@ import os
 import stat
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import islice
 from urllib.parse import unquote, urlsplit
@@ -42,7 +42,6 @@ from swansong_bucket.stores.base import (
     ObjectStore,
     Page,
     Sink,
-    delete_each,
 )
 from swansong_bucket.stores.file.io import (
     Modes,
@@ -181,13 +180,6 @@ class FileStore(ObjectStore):
                             os.rmdir(directory, dir_fd=fd)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 return
-
-    def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
-        return delete_each(self, infos)
-
-    def lock(self, key: str) -> float | None:
-        _names(key)
-        return None
 
     def create(self, key: str, body: Body) -> None:
         what = f"create {key}"

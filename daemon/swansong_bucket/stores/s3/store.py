@@ -18,7 +18,6 @@ from swansong_bucket.stores.base import (
     ObjectInfo,
     Page,
     Sink,
-    delete_each,
     expect_few,
 )
 from swansong_bucket.stores.checksums import crc32c_base64
@@ -110,7 +109,7 @@ class S3Store(RemoteStore):
                 body=body,
             )
         except Unsupported:
-            return {**held, **delete_each(self, infos)}
+            return {**held, **super().delete_many(infos)}
         with responses.complete("DeleteObjects"):
             remaining = responses.remaining(response, self._prefix)
         # A conditional delete of a missing object is refused.
