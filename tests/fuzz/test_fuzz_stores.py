@@ -340,7 +340,7 @@ class FakeWire:
 def s3(wire: Any, scheme: str = "http") -> Any:
     store = store_at("s3://bucket/prefix", f"{scheme}://store", region="us-east-1")
     found = Credentials("a", "b")
-    store._access._credentials._load = lambda: found
+    store._access._credentials.load = lambda: found
     store._access._found_route = lambda: Route(wire, f"{scheme}://store", "/bucket", "us-east-1")
     return store
 
@@ -358,7 +358,7 @@ def gcs(wire: Any) -> Any:
 
 def azure(wire: Any) -> Any:
     store = store_at("az://acct/box/prefix", "http://store/acct")
-    store._access._credentials._load = lambda: SharedKey("acct", b"key")
+    store._access._credentials.load = lambda: SharedKey("acct", b"key")
     store._access._wire = wire
     return store
 

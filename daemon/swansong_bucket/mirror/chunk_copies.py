@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 from blake3 import blake3
 
@@ -30,6 +31,7 @@ Moved = Callable[[int], None]
 """Takes the size of a chunk that the second store has acknowledged."""
 
 
+@dataclass(eq=False, repr=False)
 class ChunkCopier:
     """Copies chunks.
 
@@ -42,24 +44,15 @@ class ChunkCopier:
         moved: called in any thread.
     """
 
-    def __init__(
-        self,
-        primary: ObjectStore,
-        mirror: ObjectStore,
-        gate: Gate,
-        stop: threading.Event,
-        *,
-        connections: int,
-        moved: Moved = lambda _size_bytes: None,
-    ) -> None:
-        self._primary = primary
-        self._mirror = mirror
-        self._gate = gate
-        self._stop = stop
-        self._connections = connections
-        self._moved = moved
-        self.verified: set[str] = set()
-        """Keys of chunks that this process has written to the mirror, or has read back from it."""
+    primary: ObjectStore
+    mirror: ObjectStore
+    gate: Gate
+    stop: threading.Event
+    _: KW_ONLY
+    connections: int
+    moved: Moved = lambda _size_bytes: None
+    verified: set[str] = field(init=False, default_factory=set)
+    """Keys of chunks that this process has written to the mirror, or has read back from it."""
 
     def absent(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """The chunks that the mirror lacks.
@@ -77,15 +70,15 @@ class ChunkCopier:
             if len(keys) <= _LISTED_MIN:
                 few += keys
                 continue
-            for info in stored_objects(self._mirror, f"{directory}/"):
+            for info in stored_objects(self.mirror, f"{directory}/"):
                 if info.key in keys:
                     sizes_bytes[info.key] = info.size_bytes
 
         def head(key: str) -> None:
-            if (info := self._mirror.head(key)) is not None:
+            if (info := self.mirror.head(key)) is not None:
                 sizes_bytes[key] = info.size_bytes
 
-        parallel(few, head, threads=self._connections, stop=self._stop)
+        parallel(few, head, threads=self.connections, stop=self.stop)
         for chunk in chunks:
             if sizes_bytes.get(chunk.key, chunk.size_bytes) != chunk.size_bytes:
                 raise self._other(chunk)
@@ -99,34 +92,34 @@ class ChunkCopier:
             StoreError: a store failed.
             Stopped: the stop was set.
         """
-        parallel(chunks, self._copy, threads=self._connections, stop=self._stop)
+        parallel(chunks, self._copy, threads=self.connections, stop=self.stop)
 
     def verify(self, chunks: Sequence[Chunk]) -> None:
         """Read the chunks back from the mirror that are not verified yet; raises as :meth:`copy`."""
         unverified = [chunk for chunk in chunks if chunk.key not in self.verified]
-        parallel(unverified, self._verify, threads=self._connections, stop=self._stop)
+        parallel(unverified, self._verify, threads=self.connections, stop=self.stop)
         if len(self.verified) > VERIFIED_MAX:
             self.verified = {chunk.key for chunk in chunks}
 
     def _copy(self, chunk: Chunk) -> None:
         try:
-            data = self._read(self._primary, chunk)
+            data = self._read(self.primary, chunk)
         except (NotFound, Permanent):
             self._expect_in_store(chunk)
             raise
         if blake3(data).digest() != chunk.digest:
             raise CorruptError(f"the bytes of {chunk.key} do not match the digest in its name")
-        check = self._gate.check
+        check = self.gate.check
         try:
-            self._gate.run(lambda: self._mirror.create(chunk.key, Body(data, lambda _: check())))
+            self.gate.run(lambda: self.mirror.create(chunk.key, Body(data, lambda _: check())))
         except Exists:
             raise self._other(chunk) from None
         self.verified.add(chunk.key)
-        self._moved(chunk.size_bytes)
+        self.moved(chunk.size_bytes)
 
     def _verify(self, chunk: Chunk) -> None:
         try:
-            data = self._read(self._mirror, chunk)
+            data = self._read(self.mirror, chunk)
         except NotFound:  # retention of the mirror has deleted it
             self._copy(chunk)
             return
@@ -135,13 +128,13 @@ class ChunkCopier:
         self.verified.add(chunk.key)
 
     def _read(self, store: ObjectStore, chunk: Chunk) -> memoryview:
-        sink = _ChunkSink(chunk.size_bytes, self._gate)
-        self._gate.run(lambda: store.get_range(chunk.key, 0, chunk.size_bytes, sink))
+        sink = _ChunkSink(chunk.size_bytes, self.gate)
+        self.gate.run(lambda: store.get_range(chunk.key, 0, chunk.size_bytes, sink))
         return memoryview(sink.data)
 
     def _expect_in_store(self, chunk: Chunk) -> None:
         """Raise CorruptError if the primary store lacks the chunk, or has it in another size."""
-        info = self._primary.head(chunk.key)
+        info = self.primary.head(chunk.key)
         if info is None:
             raise CorruptError(f"{chunk.key} is missing from the store")
         if info.size_bytes != chunk.size_bytes:
@@ -151,7 +144,7 @@ class ChunkCopier:
 
     def _other(self, chunk: Chunk) -> CorruptError:
         return CorruptError(
-            f"the mirror has other bytes under {self._mirror.url}/{chunk.key}",
+            f"the mirror has other bytes under {self.mirror.url}/{chunk.key}",
             hint="Delete that object, or choose another mirror.url",
         )
 

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeVar
 
 from swansong_bucket.errors import Stopped
@@ -22,6 +23,7 @@ class Yielded(Exception):
     """A transfer ended early, because a checkpoint needs the link.  Only :meth:`Gate.run` sees it."""
 
 
+@dataclass(eq=False, repr=False)
 class Gate:
     """Lets transfers pass while ``may_run`` returns True.
 
@@ -34,18 +36,12 @@ class Gate:
         held_s: after this time, a pause ends the requests in flight.
     """
 
-    def __init__(
-        self,
-        stop: threading.Event,
-        may_run: Callable[[], bool] = lambda: True,
-        *,
-        held_s: float = HELD_S,
-    ) -> None:
-        self._stop = stop
-        self._may_run = may_run
-        self._held_s = held_s
-        self.is_closed = False
-        """Whether a transfer waits."""
+    stop: threading.Event
+    may_run: Callable[[], bool] = lambda: True
+    _: KW_ONLY
+    held_s: float = HELD_S
+    is_closed: bool = field(init=False, default=False)
+    """Whether a transfer waits."""
 
     def wait(self) -> None:
         """Block while copies must pause; raises Stopped."""
@@ -53,7 +49,7 @@ class Gate:
 
     def check(self) -> None:
         """Pause the transfer that calls this while copies must pause; a long pause ends it."""
-        if not self._passes(self._held_s):
+        if not self._passes(self.held_s):
             raise Yielded
 
     def run(self, transfer: Callable[[], T]) -> T:
@@ -68,13 +64,13 @@ class Gate:
     def _passes(self, limit_s: float) -> bool:
         """Block while copies must pause; False if the pause exceeds ``limit_s``."""
         began_mono_s = time.monotonic()
-        while not self._may_run():
+        while not self.may_run():
             self.is_closed = True
             if time.monotonic() - began_mono_s > limit_s:
                 return False
-            if self._stop.wait(_POLL_S):
+            if self.stop.wait(_POLL_S):
                 break
         self.is_closed = False
-        if self._stop.is_set():
+        if self.stop.is_set():
             raise Stopped("stopped before it was done")
         return True

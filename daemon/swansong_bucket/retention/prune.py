@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain, islice
 
 import structlog
@@ -130,44 +130,38 @@ def prune(
     return run.report
 
 
+@dataclass(eq=False, repr=False)
 class _Run:
     """One prune: the survey, the decisions, and the report."""
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        keys: RunKeys,
-        rules: RetentionConfig,
-        pins: Pins,
-        found: Survey,
-        *,
-        now_wall_s: float,
-        stop: threading.Event | None,
-    ) -> None:
-        self._store = store
-        self._keys = keys
-        self._rules = rules
-        self._pins = pins
-        self._found = found
-        self._stop = stop
+    store: ObjectStore
+    keys: RunKeys
+    rules: RetentionConfig
+    pins: Pins
+    found: Survey
+    _: KW_ONLY
+    now_wall_s: float
+    stop: threading.Event | None
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        facts = found.commit_facts()
-        kept = reasons_to_keep(facts, found.claims, rules, now_wall_s)
-        self._doomed = [read for read in found.commits if read.key not in kept]
-        self._place = {read.key: place for place, read in enumerate(found.commits)}
+        facts = self.found.commit_facts()
+        kept = reasons_to_keep(facts, self.found.claims, self.rules, self.now_wall_s)
+        self._doomed = [read for read in self.found.commits if read.key not in kept]
+        self._place = {read.key: place for place, read in enumerate(self.found.commits)}
         """Index of the decision of each commit."""
-        self.report = _planned(found, facts, kept)
+        self.report = _planned(self.found, facts, kept)
 
     def delete_commits(self) -> None:
         """Delete the manifests of all commits that go, the oldest first."""
-        parallel(self._doomed[::-1], self._delete_commit, threads=THREADS, stop=self._stop)
+        parallel(self._doomed[::-1], self._delete_commit, threads=THREADS, stop=self.stop)
 
     def _delete_commit(self, read: ReadCommit) -> None:
         ref = read.commit.ref
-        known = {pin.key for pin in self._found.pins if pin.pin is None}
+        known = {pin.key for pin in self.found.pins if pin.pin is None}
         names = [
             pin.name
-            for pin in self._pins.now()
+            for pin in self.pins.now()
             if (pin.key not in known if pin.pin is None else pin.pin.ref == ref)
         ]
         if names:
@@ -175,7 +169,7 @@ class _Run:
             return
         for _, info in sorted(read.commit.manifests.items()):
             try:
-                self._store.delete(info.key, if_tag=info.tag)
+                self.store.delete(info.key, if_tag=info.tag)
             except Locked as error:
                 until = wall.text(error.until_unix_s)
                 self._remains(read, f"locked until {until}" if until else "locked")
@@ -187,10 +181,8 @@ class _Run:
 
     def delete_objects(self, deleted: Deleted) -> None:
         """Delete the objects that no manifest names now."""
-        found, report = self._found, self.report
-        remaining = read_commits(
-            self._store, self._keys, found.chunks, found.commits, stop=self._stop
-        )
+        found, report = self.found, self.report
+        remaining = read_commits(self.store, self.keys, found.chunks, found.commits, stop=self.stop)
         named = _marked(found, remaining)
         orphans = [info for info in found.orphans if info.key not in found.chunks]
         report.objects = report.freed_bytes = 0
@@ -201,11 +193,11 @@ class _Run:
             batches,
             lambda batch: self._delete_batch(batch, total, deleted),
             threads=min(THREADS, -(-total // DELETED_MAX)),
-            stop=self._stop,
+            stop=self.stop,
         )
 
     def _delete_batch(self, infos: Sequence[ObjectInfo], total: int, deleted: Deleted) -> None:
-        remain = self._store.delete_many(infos)
+        remain = self.store.delete_many(infos)
         gone = [info.size_bytes for info in infos if info.key not in remain]
         with self._lock:
             report = self.report

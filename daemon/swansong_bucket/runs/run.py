@@ -16,7 +16,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from heapq import nlargest
 from typing import Any, Generic, TypeVar
 
@@ -134,6 +134,7 @@ class _Memory(Generic[Facts]):
 # ---------------------------------------------------------------- records of one kind
 
 
+@dataclass(eq=False, repr=False)
 class Records(Generic[Name, Content, Facts]):
     """The small records of one kind, by generation or key.
 
@@ -145,23 +146,17 @@ class Records(Generic[Name, Content, Facts]):
         facts_of: what is remembered of a content; raises CorruptError.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        bytes_max: int,
-        decode: Callable[[bytes], Content],
-        generation_of: Callable[[str], int | None],
-        facts_of: Callable[[Content], Facts],
-    ) -> None:
+    run: Run
+    bytes_max: int
+    decode: Callable[[bytes], Content]
+    generation_of: Callable[[str], int | None]
+    facts_of: Callable[[Content], Facts]
+
+    def __post_init__(self) -> None:
         self.infos: dict[Name, ObjectInfo] = {}
         """The objects of the listing, without those that were deleted since."""
         self.left_out = 0
         """Newer objects of the listing, beyond the limit."""
-        self._run = run
-        self._bytes_max = bytes_max
-        self._decode = decode
-        self._generation_of = generation_of
-        self._facts_of = facts_of
         self._memory: _Memory[Facts] = _Memory()
 
     def relist(self, infos: Mapping[Name, ObjectInfo], count_max: int | None) -> None:
@@ -169,7 +164,7 @@ class Records(Generic[Name, Content, Facts]):
         self.infos = {name: infos[name] for name in sorted(infos)[:count_max]}
         self.left_out = len(infos) - len(self.infos)
         listed = {info.identity for info in self.infos.values()}
-        self._memory.keep(listed, self._run.monotonic())
+        self._memory.keep(listed, self.run.monotonic())
 
     def read(self, names: Iterable[Name], progress: Progress | None = None) -> None:
         """Read these records, unless they were read before.
@@ -214,24 +209,24 @@ class Records(Generic[Name, Content, Facts]):
             info = self.infos[name]
             try:
                 content = self._content(info)
-                self._memory.facts[info.identity] = self._facts_of(content)
+                self._memory.facts[info.identity] = self.facts_of(content)
                 found[name] = content
             except MissingError:
                 del self.infos[name]
             except CorruptError as error:
-                self._memory.damaged[info.identity] = self._run.monotonic()
-                self._run.on_damaged(info.key, error)
+                self._memory.damaged[info.identity] = self.run.monotonic()
+                self.run.on_damaged(info.key, error)
 
-        parallel(names, one, threads=READS, stop=self._run.stop, progress=progress)
+        parallel(names, one, threads=READS, stop=self.run.stop, progress=progress)
         return found
 
     def _content(self, info: ObjectInfo) -> Content:
-        if info.size_bytes > self._bytes_max:
-            raise CorruptError(f"{info.key} has more than {self._bytes_max} bytes")
-        store, keys = self._run.store, self._run.keys
-        generation = self._generation_of(info.key) or 0
+        if info.size_bytes > self.bytes_max:
+            raise CorruptError(f"{info.key} has more than {self.bytes_max} bytes")
+        store, keys = self.run.store, self.run.keys
+        generation = self.generation_of(info.key) or 0
         try:
-            return catalog.own_record(store, info.key, (keys.run, generation), self._decode)
+            return catalog.own_record(store, info.key, (keys.run, generation), self.decode)
         except Permanent as error:
             raise catalog.refused(store, keys, generation, info.key, error) from error
 
@@ -239,6 +234,7 @@ class Records(Generic[Name, Content, Facts]):
 # ---------------------------------------------------------------- the run
 
 
+@dataclass(eq=False, repr=False)
 class Run:
     """The records of one run.
 
@@ -250,32 +246,30 @@ class Run:
         monotonic: the clock.
     """
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        keys: RunKeys,
-        *,
-        records_max: int | None = None,
-        on_damaged: Callable[[str, CorruptError], None] = lambda _key, _error: None,
-        stop: threading.Event | None = None,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.store = store
-        self.keys = keys
-        self.on_damaged = on_damaged
-        self.stop = stop
-        self.monotonic = monotonic
+    store: ObjectStore
+    keys: RunKeys
+    _: KW_ONLY
+    records_max: int | None = None
+    on_damaged: Callable[[str, CorruptError], None] = lambda _key, _error: None
+    stop: threading.Event | None = None
+    monotonic: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self.commits: list[Commit] = []
         """Newest first, complete or not."""
         self.claims: Records[int, ClaimObject, float | None] = Records(
-            self, claims.BYTES_MAX, claims.decode, keys.parse_generation, _claimed_wall_s
+            self, claims.BYTES_MAX, claims.decode, self.keys.parse_generation, _claimed_wall_s
         )
         """The facts are the times of the claims."""
         self.farewells: Records[str, RecordedEvacuation, FarewellFacts] = Records(
-            self, farewells.BYTES_MAX, farewells.decode, keys.parse_farewell, self._farewell
+            self, farewells.BYTES_MAX, farewells.decode, self.keys.parse_farewell, self._farewell
         )
         self.resumptions: Records[int, Resumption, Resumption] = Records(
-            self, resumptions.BYTES_MAX, resumptions.decode, keys.parse_resumption, lambda own: own
+            self,
+            resumptions.BYTES_MAX,
+            resumptions.decode,
+            self.keys.parse_resumption,
+            lambda own: own,
         )
         self.pins = 0
         """Number of pins as of the last :meth:`refresh`."""
@@ -283,7 +277,6 @@ class Run:
         """The same of keys that no swansong of this version writes, and of objects without a signature."""
         self.newest_age_s: float | None = None
         """Age of the newest object then; None if the store returns no ages."""
-        self._records_max = records_max
         self._latest_wall_s: float | None = None
         self._commits: _Memory[RecordedCommit] = _Memory()
         self._commits_left_out = 0
@@ -369,12 +362,12 @@ class Run:
         farewells: Mapping[str, ObjectInfo],
         resumptions: Mapping[int, ObjectInfo],
     ) -> None:
-        self.commits = [*commits[: self._records_max]]
+        self.commits = [*commits[: self.records_max]]
         self._commits_left_out = len(commits) - len(self.commits)
         self._commits.keep({commit.identity for commit in self.commits}, self.monotonic())
         self.claims.relist(claims, None)
-        self.farewells.relist(farewells, self._records_max)
-        self.resumptions.relist(resumptions, self._records_max)
+        self.farewells.relist(farewells, self.records_max)
+        self.resumptions.relist(resumptions, self.records_max)
         of_generations = defaultdict[int, list[str]](list)
         for key in self.farewells.infos:
             of_generations[self.keys.parse_farewell(key) or 0].append(key)

@@ -13,6 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Generic, TypeVar
 
 import structlog
@@ -27,6 +28,7 @@ _PAUSE_S = 2.0
 _log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class CredentialCache(Generic[Value]):
     """The credentials of one store.  Every method is safe to call from many threads at the same time.
 
@@ -43,18 +45,13 @@ class CredentialCache(Generic[Value]):
     The three functions raise StoreError only.
     """
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        load: Callable[[], Any],
-        fetch: Callable[[Any], Value],
-        has_expired: Callable[[Any], bool],
-    ) -> None:
-        self._what = what
-        self._load = load
-        self._fetch = fetch
-        self._has_expired = has_expired
+    what: str
+    _: KW_ONLY
+    load: Callable[[], Any]
+    fetch: Callable[[Any], Value]
+    has_expired: Callable[[Any], bool]
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._source: Any = None
         self._value: Value | None = None
@@ -67,10 +64,10 @@ class CredentialCache(Generic[Value]):
     def get(self) -> Value:
         """The cached credentials; reads their source only if they have expired."""
         value = self._value
-        if value is None or self._has_expired(self._source):
+        if value is None or self.has_expired(self._source):
             with self._lock:
                 value = self._value
-                if value is None or self._has_expired(self._source):
+                if value is None or self.has_expired(self._source):
                     value = self._renewed()
         return value
 
@@ -98,7 +95,7 @@ class CredentialCache(Generic[Value]):
                 except StoreError:
                     pass  # see _failure
             if self._value != refused:
-                _log.info("credentials_replaced", store=self._what)
+                _log.info("credentials_replaced", store=self.what)
                 return True
             if is_certain and isinstance(self._failure, Transient):
                 raise Transient(str(self._failure))
@@ -113,16 +110,16 @@ class CredentialCache(Generic[Value]):
 
     def _renewed(self) -> Value:
         if self._source is None:
-            source = self._load()
-            self._value = value = self._fetch(source)
+            source = self.load()
+            self._value = value = self.fetch(source)
             self._source = source
             return value
         if isinstance(self._failure, Permanent) and (
-            time.monotonic() < self._read_mono_s + _PAUSE_S and self._has_expired(self._source)
+            time.monotonic() < self._read_mono_s + _PAUSE_S and self.has_expired(self._source)
         ):
             raise Permanent(str(self._failure), hint=self._failure.hint)
         try:
-            self._value = value = self._fetch(self._source)
+            self._value = value = self.fetch(self._source)
         except Permanent:
             # The source may have been replaced, as a service account's key file is when keys are rotated.
             return self._read()
@@ -133,8 +130,8 @@ class CredentialCache(Generic[Value]):
         self._read_mono_s = time.monotonic()
         self._is_unproven = True
         try:
-            source = self._load()
-            value = self._fetch(source)
+            source = self.load()
+            value = self.fetch(source)
         except StoreError as error:
             self._failure = error
             raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 
 import structlog
 
@@ -19,6 +20,7 @@ from swansong_bucket.stores.checksums import crc32c
 _log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class Warmer:
     """A thread that calls ``store.warm()`` when it starts, at an interval, and on :meth:`now`.
 
@@ -32,21 +34,13 @@ class Warmer:
         report: called after each call, with the instant of its start and its error, or None.
     """
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        *,
-        stop: threading.Event,
-        interval_s: float = 60.0,
-        retry_s: float = 10.0,
-        report: Callable[[float, StoreError | None], None] = lambda _began_mono_s, _error: None,
-    ) -> None:
-        self._store = store
-        self._stop = stop
-        self._interval_s = interval_s
-        self._retry_s = retry_s
-        self._report = report
-        self._called = threading.Event()
+    store: ObjectStore
+    _: KW_ONLY
+    stop: threading.Event
+    interval_s: float = 60.0
+    retry_s: float = 10.0
+    report: Callable[[float, StoreError | None], None] = lambda _began_mono_s, _error: None
+    _called: threading.Event = field(init=False, default_factory=threading.Event)
 
     def start(self) -> None:
         """Start the thread."""
@@ -59,19 +53,19 @@ class Warmer:
     def _run(self) -> None:
         is_cold = False
         crc32c(b"")  # loads its library, which takes longer than a small upload
-        while not self._stop.is_set():
+        while not self.stop.is_set():
             self._called.clear()
             began_mono_s = time.monotonic()
             try:
-                self._store.warm()
+                self.store.warm()
             except StoreError as error:
-                self._report(began_mono_s, error)
+                self.report(began_mono_s, error)
                 if not is_cold:
                     _log.warning("store_not_warm", error=error.line())
                 is_cold = True
             else:
-                self._report(began_mono_s, None)
+                self.report(began_mono_s, None)
                 if is_cold:
                     _log.info("store_warm_again")
                 is_cold = False
-            self._called.wait(self._retry_s if is_cold else self._interval_s)
+            self._called.wait(self.retry_s if is_cold else self.interval_s)

@@ -13,8 +13,15 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    closing,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 import structlog
@@ -80,9 +87,9 @@ class ReadOptions:
     connections: int = CONNECTIONS
     progress: Progress | None = None
     stop: threading.Event | None = None
-    local: LocalSource | None = None
-    verified: Verified | None = None
-    found: Callable[[int], None] | None = None
+    local: LocalSource = lambda _ref, _shards: nullcontext({})
+    verified: Verified = lambda _path, _target: None
+    found: Callable[[int], None] = lambda _size_bytes: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,20 +213,16 @@ class Reader:
         return sink.is_intact()
 
 
+@dataclass(eq=False, repr=False)
 class _Transfer:
     """State that all connections of one pass share: bytes done, chunks in flight, the stop."""
 
-    def __init__(
-        self,
-        total_bytes: int,
-        limit: ConcurrencyLimit,
-        progress: Progress | None,
-        stop: threading.Event | None,
-    ) -> None:
-        self._total_bytes = total_bytes
-        self._limit = limit
-        self._progress = progress
-        self._stop = stop
+    total_bytes: int
+    limit: ConcurrencyLimit
+    progress: Progress | None
+    stop: threading.Event | None
+
+    def __post_init__(self) -> None:
         self._cpus = len(os.sched_getaffinity(0))
         self._lock = threading.Lock()
         self._waiting: deque[threading.Condition] = deque()
@@ -256,10 +259,10 @@ class _Transfer:
                 self._wake_next()
 
     def _is_next(self, turn: threading.Condition) -> bool:
-        return self._waiting[0] is turn and self._in_flight < self._limit.now
+        return self._waiting[0] is turn and self._in_flight < self.limit.now
 
     def _wake_next(self) -> None:
-        if self._waiting and self._in_flight < self._limit.now:
+        if self._waiting and self._in_flight < self.limit.now:
             self._waiting[0].notify()
 
     def add(self, size_bytes: int) -> None:
@@ -268,8 +271,8 @@ class _Transfer:
         with self._lock:
             self._done_bytes += size_bytes
             self._sample()
-            if self._progress is not None and size_bytes > 0:
-                self._progress(self._done_bytes, self._total_bytes)
+            if self.progress is not None and size_bytes > 0:
+                self.progress(self._done_bytes, self.total_bytes)
 
     def subtract(self, size_bytes: int) -> None:
         """Discount bytes that are fetched again."""
@@ -282,12 +285,12 @@ class _Transfer:
         if now_mono_s < self._next_sample_mono_s:
             return  # process_time() costs more than reading a small file
         self._next_sample_mono_s = now_mono_s + SAMPLE_S / 4
-        self._limit.sample(now_mono_s, self._done_bytes, time.process_time(), self._cpus)
+        self.limit.sample(now_mono_s, self._done_bytes, time.process_time(), self._cpus)
         self._wake_next()
 
     @property
     def _is_stopped(self) -> bool:
-        return self._stop is not None and self._stop.is_set()
+        return self.stop is not None and self.stop.is_set()
 
     def _end_if_stopped(self) -> None:
         if self._is_stopped:
@@ -366,52 +369,44 @@ class _Writer:
         return self._file
 
 
+@dataclass(eq=False, repr=False)
 class _Reading:
     """One pass over the chunks of some shards."""
 
-    def __init__(
-        self,
-        reader: Reader,
-        transfer: _Transfer,
-        places: Mapping[Chunk, Sequence[Place]],
-        target: RestoreTarget,
-        *,
-        noted: Noted,
-        local: dict[str, OpenLocal],
-    ) -> None:
+    reader: Reader
+    transfer: _Transfer
+    places: Mapping[Chunk, Sequence[Place]]
+    target: RestoreTarget
+    _: KW_ONLY
+    noted: Noted
+    local: dict[str, OpenLocal]
+
+    def __post_init__(self) -> None:
         self.reused_bytes = 0
         self.local_bytes = 0
         self.from_mirror: set[str] = set()
-        self._reader = reader
-        self._transfer = transfer
-        self._places = places
-        self._target = target
-        self._noted = noted
-        self._local = local
-        self._found = reader.options.found or (lambda _size_bytes: None)
-        self._verified = reader.options.verified or (lambda _path, _target: None)
         self._lock = threading.Lock()
         self._chunks_left = Counter(
-            path for each in places.values() for path in {place.path for place in each}
+            path for each in self.places.values() for path in {place.path for place in each}
         )
 
     def create(self, paths: Sequence[str]) -> None:
         """Create empty files."""
         for path in paths:
-            with self._target.file(path):
-                self._transfer.add(0)
+            with self.target.file(path):
+                self.transfer.add(0)
         self._complete(paths, is_shared=len(paths) > 1)
 
     def chunk(self, chunk: Chunk) -> None:
         """Bring a chunk to its places; the last chunk of a file completes the file."""
-        places = self._places[chunk]
-        with self._transfer.chunk() as may_begin:
+        places = self.places[chunk]
+        with self.transfer.chunk() as may_begin:
             if not may_begin:
                 return
             if not self._is_in_target(chunk, places):
                 if not self._is_copied(chunk, places):
                     self._fetch(chunk, places)
-                self._target.note(chunk)
+                self.target.note(chunk)
         paths = list(dict.fromkeys(place.path for place in places))
         with self._lock:
             self._chunks_left.subtract(paths)
@@ -421,47 +416,47 @@ class _Reading:
     def _complete(self, paths: Sequence[str], *, is_shared: bool) -> None:
         """Pass complete files on, and sync them: those that share a chunk when the target is published."""
         for path in paths:
-            self._verified(path, self._target)
+            self.reader.options.verified(path, self.target)
             if not is_shared:
-                with self._target.file(path) as file:
+                with self.target.file(path) as file:
                     file.sync()
         if paths and is_shared:
-            self._target.sync_at_publish()
+            self.target.sync_at_publish()
 
     def _is_in_target(self, chunk: Chunk, places: Sequence[Place]) -> bool:
         """Whether an interrupted restore has written the chunk to all of its places."""
         ranges = cover(chunk, places)
-        if chunk not in self._noted or not ranges or _size(places) != chunk.size_bytes:
+        if chunk not in self.noted or not ranges or _size(places) != chunk.size_bytes:
             return False
         is_intact = self._is_read(ranges, self._of_target, self._hashing(chunk))
         if is_intact:
             with self._lock:
                 self.reused_bytes += chunk.size_bytes
-                self._found(chunk.size_bytes)
+                self.reader.options.found(chunk.size_bytes)
         return is_intact
 
     def _is_copied(self, chunk: Chunk, places: Sequence[Place]) -> bool:
         """Whether files on this machine had the bytes.  A file with other bytes is not tried again."""
-        ranges = cover(chunk, [place for place in places if place.path in self._local])
+        ranges = cover(chunk, [place for place in places if place.path in self.local])
         if not ranges:
             return False
         if len(places) == 1 and self._is_cloned(places[0]):
             is_intact = self._is_read(ranges, self._of_target, self._hashing(chunk))
         else:
-            with closing(_Writer(self._target, places)) as writer:
-                sink = _ChunkSink(chunk, self._transfer, writer.write)
+            with closing(_Writer(self.target, places)) as writer:
+                sink = _ChunkSink(chunk, self.transfer, writer.write)
                 is_intact = self._is_read(ranges, self._of_local, sink)
         if is_intact:
             with self._lock:
                 self.local_bytes += _size(places)
-                self._found(_size(places))
+                self.reader.options.found(_size(places))
         else:
             for each in ranges:
-                self._local.pop(each.path, None)
+                self.local.pop(each.path, None)
         return is_intact
 
     def _is_cloned(self, place: Place) -> bool:
-        opening = self._local.get(place.path)
+        opening = self.local.get(place.path)
         if opening is None:
             return False  # another thread has found other bytes
         try:
@@ -469,25 +464,25 @@ class _Reading:
         except StagingError:
             return False  # removed or changed since it was found
         try:
-            with self._target.file(place.path) as file:
+            with self.target.file(place.path) as file:
                 return file.clone(fd, place.offset_bytes, place.size_bytes)
         finally:
             os.close(fd)
 
     def _fetch(self, chunk: Chunk, places: Sequence[Place]) -> None:
-        with closing(_Writer(self._target, places)) as writer:
-            sink = _ChunkSink(chunk, self._transfer, writer.write)
-            why = self._reader.fetch(chunk, sink)
+        with closing(_Writer(self.target, places)) as writer:
+            sink = _ChunkSink(chunk, self.transfer, writer.write)
+            why = self.reader.fetch(chunk, sink)
             if why:
                 path = places[0].path
-                if not self._reader.fetch_from_mirror(chunk, sink):
+                if not self.reader.fetch_from_mirror(chunk, sink):
                     raise CorruptError(f"{path} {why}")
                 _log.warning("read_from_mirror", what=path, key=chunk.key, reason=why)
                 with self._lock:
                     self.from_mirror.update(place.path for place in places)
 
     def _hashing(self, chunk: Chunk) -> _ChunkSink:
-        return _ChunkSink(chunk, self._transfer, _count_all)
+        return _ChunkSink(chunk, self.transfer, _count_all)
 
     def _is_read(
         self,
@@ -515,12 +510,12 @@ class _Reading:
 
     @contextmanager
     def _of_target(self, path: str) -> Iterator[_ReadWindow]:
-        with self._target.file(path) as file:
+        with self.target.file(path) as file:
             yield file.read_into
 
     @contextmanager
     def _of_local(self, path: str) -> Iterator[_ReadWindow]:
-        opening = self._local.get(path)
+        opening = self.local.get(path)
         try:
             fd = -1 if opening is None else opening()
         except StagingError:

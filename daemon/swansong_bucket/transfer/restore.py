@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -125,68 +124,54 @@ def restore(
     """
     skipped: list[tuple[CommitRef, str]] = []
     is_fresh = selection.step is None
+
+    def restored(commit: Commit) -> RestoreResult | None:
+        """None if the commit is not wanted."""
+        manifests, from_mirror = manifests_of(store, keys, commit, mirror)
+        if selection.wanted is not None and not selection.wanted(commit.ref, health_of(manifests)):
+            return None
+        shards = merged(manifests)
+        wanted = [shard for shard in shards if selection.files is None or selection.files(shard)]
+        if selection.chosen is not None:
+            selection.chosen(commit.ref, wanted)
+        done = fetch(
+            store,
+            keys,
+            commit.ref,
+            manifests,
+            target,
+            wanted=wanted,
+            options=options,
+            mirror=mirror,
+        )
+        return RestoreResult(
+            ref=commit.ref,
+            path=target.destination,
+            created_wall_s=wall.instant_s(manifests[0].created),
+            size_bytes=sum(shard.size_bytes for shard in wanted),
+            reused_bytes=done.reused_bytes,
+            local_bytes=done.local_bytes,
+            skipped=tuple(skipped),
+            from_mirror=(*from_mirror, *done.from_mirror),
+        )
+
     with target:
         for commit in catalog.newest_commits(store, keys, near=selection.near):
             if selection.step not in (None, commit.ref.step):
                 continue
             is_fresh = is_fresh and not commit.is_complete
             try:
-                restored = _restore_commit(
-                    store,
-                    keys,
-                    commit,
-                    target,
-                    selection=selection,
-                    options=options,
-                    mirror=mirror,
-                )
+                result = restored(commit)
             except CorruptError as error:
                 skipped.append((commit.ref, error.line()))
                 if selection.skipped is not None:
                     selection.skipped(*skipped[-1])
                 continue
-            if restored is not None:
-                return replace(restored, skipped=tuple(skipped))
+            if result is not None:
+                return result
     if is_fresh:
         catalog.expect_fresh(store, keys)
     raise nothing_found(keys, selection.step, skipped, is_fresh=is_fresh)
-
-
-def _restore_commit(
-    store: ObjectStore,
-    keys: RunKeys,
-    commit: Commit,
-    target: RestoreTarget,
-    *,
-    selection: Selection,
-    options: ReadOptions,
-    mirror: ObjectStore | None,
-) -> RestoreResult | None:
-    """Restore one commit; None if it is not wanted.
-
-    Raises:
-        CorruptError: the commit is incomplete or damaged.
-    """
-    manifests, from_mirror = manifests_of(store, keys, commit, mirror)
-    if selection.wanted is not None and not selection.wanted(commit.ref, health_of(manifests)):
-        return None
-    shards = merged(manifests)
-    wanted = [shard for shard in shards if selection.files is None or selection.files(shard)]
-    if selection.chosen is not None:
-        selection.chosen(commit.ref, wanted)
-    done = fetch(
-        store, keys, commit.ref, manifests, target, wanted=wanted, options=options, mirror=mirror
-    )
-    return RestoreResult(
-        ref=commit.ref,
-        path=target.destination,
-        created_wall_s=wall.instant_s(manifests[0].created),
-        size_bytes=sum(shard.size_bytes for shard in wanted),
-        reused_bytes=done.reused_bytes,
-        local_bytes=done.local_bytes,
-        skipped=(),
-        from_mirror=(*from_mirror, *done.from_mirror),
-    )
 
 
 def fetch(
@@ -209,8 +194,7 @@ def fetch(
     shards = merged(manifests)
     refused = partial(catalog.refused, store, keys, ref.generation)
     reader = Reader(store, options, refused, mirror)
-    find_local = options.local or (lambda _ref, _shards: nullcontext({}))
-    with find_local(ref, wanted) as local:
+    with options.local(ref, wanted) as local:
         # The next checkpoints of this VM are as large as the largest share of a VM.
         set_bytes = max(manifest.size_bytes for manifest in manifests)
         identity = identity_of(keys.run, ref, shards)

@@ -78,6 +78,7 @@ class Access:
         return cls(0o644 & ~mask)
 
 
+@dataclass(eq=False, repr=False)
 class RestoredFile:
     """A file of the target.
 
@@ -85,43 +86,35 @@ class RestoredFile:
     failure of its own connection.
     """
 
-    def __init__(
-        self,
-        fd: int,
-        writing: threading.Lock,
-        errors: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._fd = fd
-        self._writing = writing
-        self._errors = errors
+    fd: int
+    writing: threading.Lock
+    errors: Callable[[], AbstractContextManager[None]]
 
     def write(self, data: memoryview, offset: int) -> None:
         """Put all of ``data`` at ``offset``."""
         # The kernel admits one writer to a file at a time; without the lock the others would spin.
-        with self._errors(), self._writing:
+        with self.errors(), self.writing:
             done = 0
             while done < data.nbytes:
-                done += os.pwrite(self._fd, data[done:], offset + done)
+                done += os.pwrite(self.fd, data[done:], offset + done)
 
     def clone(self, fd: int, offset: int, size_bytes: int) -> bool:
         """Share the blocks of another file's range; False if the file system cannot."""
         try:
-            fcntl.ioctl(
-                self._fd, _FICLONERANGE, struct.pack("qQQQ", fd, offset, size_bytes, offset)
-            )
+            fcntl.ioctl(self.fd, _FICLONERANGE, struct.pack("qQQQ", fd, offset, size_bytes, offset))
         except OSError:
             return False
         return True
 
     def sync(self) -> None:
         """Make the file durable."""
-        with self._errors():
-            os.fsync(self._fd)
+        with self.errors():
+            os.fsync(self.fd)
 
     def read_into(self, window: memoryview, offset: int) -> int:
         """Number of bytes read into ``window``; 0 at the end of the file and after an error."""
         try:
-            return os.preadv(self._fd, [window], offset)
+            return os.preadv(self.fd, [window], offset)
         except OSError:
             return 0
 

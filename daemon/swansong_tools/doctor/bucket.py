@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from swansong_bucket.errors import NotFound, StoreError
@@ -26,6 +27,7 @@ _HARMLESS = {"bool": {"s3:objectcreationoperation": ["true"]}}
 """A condition that exempts only requests which create no object."""
 
 
+@dataclass(eq=False, repr=False)
 class BucketChecks:
     """The checks, by name.
 
@@ -33,37 +35,36 @@ class BucketChecks:
         store: with the retention of the configuration.
     """
 
-    def __init__(
-        self, config: Config, store: ObjectStore, settings: S3Settings | GcsSettings
-    ) -> None:
-        self._config = config
-        self._store = store
-        self._settings = settings
-        self._keys = RunKeys(config.run.name)
+    config: Config
+    store: ObjectStore
+    settings: S3Settings | GcsSettings
+
+    def __post_init__(self) -> None:
+        self._keys = RunKeys(self.config.run.name)
 
     def lifecycle(self) -> Judgement:
-        return judge_lifecycle(self._settings.lifecycle_rules(), self._keys, self._settings.prefix)
+        return judge_lifecycle(self.settings.lifecycle_rules(), self._keys, self.settings.prefix)
 
     def versioning(self) -> Judgement:
-        if self._settings.is_versioned():
+        if self.settings.is_versioned():
             return ok("a deleted or overwritten object can be brought back")
         return warning(
             "the bucket keeps no older versions: a deleted or overwritten object is lost",
-            store_fixes.of_versioning(self._config),
+            store_fixes.of_versioning(self.config),
         )
 
     def lock(self) -> Judgement:
         """Whether ``store.lock_days`` works; asks for the right with a key that does not exist."""
-        days = self._config.store.lock_days
+        days = self.config.store.lock_days
         if not days:
             return ok("store.lock_days is 0: the store locks no checkpoint")
-        if not self._settings.has_lock():
+        if not self.settings.has_lock():
             return failure(
                 f"store.lock_days is {days}, and the bucket has no object lock: every write would fail",
-                store_fixes.of_lock(self._config),
+                store_fixes.of_lock(self.config),
             )
         try:
-            self._store.lock(f"{self._keys.data}absent")
+            self.store.lock(f"{self._keys.data}absent")
         except NotFound:
             return ok(f"the store locks checkpoints for {days} days")
         except StoreError as error:
@@ -71,7 +72,7 @@ class BucketChecks:
         return failure(f"{self._keys.data}absent exists", f"# delete {self._keys.data}absent")
 
     def policy(self) -> Judgement:
-        settings = self._settings
+        settings = self.settings
         if isinstance(settings, GcsSettings):
             return _judge_overwriting(settings)
         found = settings.policy()
@@ -83,7 +84,7 @@ class BucketChecks:
         return warning(
             "no bucket policy enforces create-if-absent: an intruder with the role of a VM could overwrite "
             "manifests and claims (the command keeps the existing statements)",
-            f"{store_fixes.aws(self._config, command)} --policy {shlex.quote(json.dumps(policy))}",
+            f"{store_fixes.aws(self.config, command)} --policy {shlex.quote(json.dumps(policy))}",
         )
 
 

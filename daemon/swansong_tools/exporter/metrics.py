@@ -71,6 +71,7 @@ class _Family(Generic[Figures]):
         return metric
 
 
+@dataclass(eq=False, repr=False)
 class ExporterCollector(Collector):
     """Collects the figures of the last readings; sends no request.
 
@@ -80,25 +81,19 @@ class ExporterCollector(Collector):
         wall: the clock.
     """
 
-    def __init__(
-        self,
-        readers: Sequence[StoreReader],
-        healths: Sequence[ReadHealth],
-        wall: Callable[[], float] = time.time,
-    ) -> None:
-        self._readers = readers
-        self._healths = healths
-        self._wall = wall
+    readers: Sequence[StoreReader]
+    healths: Sequence[ReadHealth]
+    wall: Callable[[], float] = time.time
 
     def collect(self) -> Iterator[Metric]:
         """All metrics; those without a value have no sample."""
         runs = [
             ((found.run, reader.url), found)
-            for reader in self._readers
+            for reader in self.readers
             for found in reader.figures()
         ]
-        healths = [((health.url,), health) for health in self._healths]
-        for of_run in _of_runs(self._wall()):
+        healths = [((health.url,), health) for health in self.healths]
+        for of_run in _of_runs(self.wall()):
             yield of_run.metric(("run", "store"), runs)
         for of_store in _OF_STORES:
             yield of_store.metric(("store",), healths)

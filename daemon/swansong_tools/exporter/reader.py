@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 import structlog
 from swansong_bucket.config.values import InvalidValue, run_name
@@ -44,6 +44,7 @@ REFUSED_S = 600.0
 _log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class StoreReader:
     """Reads the runs of one store.
 
@@ -54,29 +55,19 @@ class StoreReader:
         monotonic, wall: the clocks.
     """
 
-    def __init__(
-        self,
-        store: ReadOnly,
-        mirror: ReadOnly | None,
-        *,
-        runs: tuple[str, ...] = (),
-        interval_s: float,
-        runs_max: int,
-        prices: Prices | None,
-        stop: threading.Event,
-        monotonic: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
-    ) -> None:
-        self.url = store.url
-        self._store = store
-        self._mirror = mirror
-        self._named = runs
-        self._interval_s = interval_s
-        self._runs_max = runs_max
-        self._prices = prices
-        self._stop = stop
-        self._monotonic = monotonic
-        self._wall = wall
+    store: ReadOnly
+    mirror: ReadOnly | None
+    _: KW_ONLY
+    runs: tuple[str, ...] = ()
+    interval_s: float
+    runs_max: int
+    prices: Prices | None
+    stop: threading.Event
+    monotonic: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
+        self.url = self.store.url
         self._lock = threading.Lock()
         """Guards everything below."""
         self._readers: dict[str, RunReader] = {}
@@ -95,13 +86,13 @@ class StoreReader:
             return list(self._figures.values())
 
     def _run(self) -> None:
-        while not self._stop.is_set():
+        while not self.stop.is_set():
             self.read()
-            self._stop.wait(self._interval_s)
+            self.stop.wait(self.interval_s)
 
     def read(self) -> bool:
         """Read the runs that are due; False if the store, a run or the mirror failed."""
-        began_mono_s = self._monotonic()
+        began_mono_s = self.monotonic()
         counts = _Counts()
         due: list[str] = []
         try:
@@ -112,7 +103,7 @@ class StoreReader:
                 due,
                 lambda name: self._read_run(name, counts),
                 threads=RUNS_AT_ONCE,
-                stop=self._stop,
+                stop=self.stop,
             )
         except Stopped:
             return False
@@ -121,10 +112,10 @@ class StoreReader:
             _log.warning("runs_not_listed", store=self.url, reason=error.line())
         except Exception as error:  # the next reading may succeed
             counts.failures += 1
-            self._store.health.failed(error)
+            self.store.health.failed(error)
             _log.exception("exporter_fault", store=self.url)
-        now_wall_s = self._wall()
-        took_s = self._monotonic() - began_mono_s
+        now_wall_s = self.wall()
+        took_s = self.monotonic() - began_mono_s
         with self._lock:
             runs, failing = len(self._figures), len(self._failing)
             left_out = len(self._left_out)
@@ -136,20 +127,20 @@ class StoreReader:
             failing=failing,
             left_out=left_out,
         )
-        self._store.health.read(done, by=self.url, now_wall_s=now_wall_s)
-        if self._mirror is not None and counts.has_mirror:
+        self.store.health.read(done, by=self.url, now_wall_s=now_wall_s)
+        if self.mirror is not None and counts.has_mirror:
             mirrored = StoreReading(is_up=not counts.mirror_failures, took_s=took_s)
-            self._mirror.health.read(mirrored, by=self.url, now_wall_s=now_wall_s)
+            self.mirror.health.read(mirrored, by=self.url, now_wall_s=now_wall_s)
         return not (counts.failures or failing or counts.mirror_failures)
 
     # ------------------------------------------------------------ the names of the runs
 
     def _names(self) -> Sequence[str]:
         """The folders of the store that may be runs."""
-        if self._named:
-            return self._named
+        if self.runs:
+            return self.runs
         found: set[str] = set()
-        for name in all_pages("list the runs", lambda token: self._store.folders("", token)):
+        for name in all_pages("list the runs", lambda token: self.store.folders("", token)):
             try:
                 found.add(str(run_name(name)))
             except InvalidValue:
@@ -192,24 +183,24 @@ class StoreReader:
             else:
                 self._give_up(name)
         except Exception as error:
-            self._store.health.failed(error)
+            self.store.health.failed(error)
             _log.exception("exporter_fault", store=self.url, run=name)
             self._give_up(name)
 
     def _give_up(self, name: str) -> None:
         with self._lock:
             self._failing.add(name)
-            self._due_mono_s[name] = self._monotonic() + REFUSED_S
+            self._due_mono_s[name] = self.monotonic() + REFUSED_S
 
     def _refresh(self, name: str, counts: _Counts) -> None:
         reader = self._readers.get(name) or RunReader(
-            self._store,
+            self.store,
             RunKeys(name),
-            self._prices,
-            stop=self._stop,
-            monotonic=self._monotonic,
+            self.prices,
+            stop=self.stop,
+            monotonic=self.monotonic,
         )
-        now_wall_s = self._wall()
+        now_wall_s = self.wall()
         reader.run.refresh(now_wall_s)
         if not reader.run.claims.infos and not reader.run.commits:
             self._pass_over(name)
@@ -218,8 +209,8 @@ class StoreReader:
             self._postpone(name, IDLE_S_MAX)
             return
         found = reader.read(now_wall_s)
-        if self._mirror is not None:
-            found = self._with_mirror(found, reader, self._mirror, counts)
+        if self.mirror is not None:
+            found = self._with_mirror(found, reader, self.mirror, counts)
         with self._lock:
             self._figures[name] = found
         self._postpone(name, (reader.run.newest_age_s or 0.0) / IDLE_SHARE)
@@ -229,23 +220,23 @@ class StoreReader:
         with self._lock:
             is_news = name not in self._due_mono_s
             self._figures.pop(name, None)
-        if self._named and is_news:
+        if self.runs and is_news:
             _log.warning(
                 "run_not_found", store=self.url, run=name, hint="Check the name and the prefix"
             )
-        self._postpone(name, 0.0 if self._named else FOLDER_S)
+        self._postpone(name, 0.0 if self.runs else FOLDER_S)
 
     def _has_place(self, name: str, reader: RunReader) -> bool:
         """Keep the reader of a run; False if there are too many runs."""
         with self._lock:
-            if name not in self._readers and len(self._readers) >= self._runs_max:
+            if name not in self._readers and len(self._readers) >= self.runs_max:
                 if name not in self._left_out:
                     self._left_out.add(name)
                     _log.warning(
                         "run_left_out",
                         store=self.url,
                         run=name,
-                        limit=self._runs_max,
+                        limit=self.runs_max,
                         hint="Raise --runs-max, or name the runs with --run",
                     )
                 return False
@@ -255,9 +246,9 @@ class StoreReader:
 
     def _postpone(self, name: str, idle_s: float) -> None:
         """Read the run again after this time, but not sooner than the interval, and within half an hour."""
-        wait_s = min(max(idle_s, self._interval_s / 2), max(IDLE_S_MAX, self._interval_s))
+        wait_s = min(max(idle_s, self.interval_s / 2), max(IDLE_S_MAX, self.interval_s))
         with self._lock:
-            self._due_mono_s[name] = self._monotonic() + wait_s
+            self._due_mono_s[name] = self.monotonic() + wait_s
 
     def _with_mirror(
         self, found: RunFigures, reader: RunReader, mirror: ReadOnly, counts: _Counts

@@ -360,8 +360,8 @@ def test_the_exporter_cannot_write(store: MemoryStore) -> None:
     """A call that is no read is refused before it reaches the store."""
     rig = Rig(store)
     for call in (
-        lambda: rig.reader._store.put("r/x", b""),
-        lambda: rig.reader._store.delete("r/generations/00000001.json"),
+        lambda: rig.reader.store.put("r/x", b""),
+        lambda: rig.reader.store.delete("r/generations/00000001.json"),
     ):
         with pytest.raises(AssertionError, match="only reads"):
             call()

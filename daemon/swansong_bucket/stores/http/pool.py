@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from typing import ParamSpec, TypeVar
 
@@ -180,6 +181,7 @@ class HttpConnection:
             self.sock.shutdown(socket.SHUT_RDWR)
 
 
+@dataclass(eq=False, repr=False)
 class Pool:
     """A pool of connections; the most recently used one is taken first.
 
@@ -190,18 +192,13 @@ class Pool:
         first_byte_s: the same limit while only the response is outstanding.
     """
 
-    def __init__(
-        self,
-        dial: Callable[[], HttpConnection],
-        *,
-        connections: int,
-        stall_s: float,
-        first_byte_s: float,
-    ) -> None:
-        self._dial = dial
-        self._stall_s = stall_s
-        self._first_byte_s = first_byte_s
-        self._connections = connections
+    dial: Callable[[], HttpConnection]
+    _: KW_ONLY
+    connections: int
+    stall_s: float
+    first_byte_s: float
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)
         self._taken = 0
@@ -216,14 +213,12 @@ class Pool:
     def take(self, request: str) -> HttpConnection:
         """Take a connection for ``request``, until :meth:`release`.  Raises the errors of ``dial``."""
         with self._lock:
-            if not self._freed.wait_for(
-                lambda: self._taken < self._connections, self._first_byte_s
-            ):
+            if not self._freed.wait_for(lambda: self._taken < self.connections, self.first_byte_s):
                 raise Transient("all connections to the store are busy")
             self._taken += 1
             connection = self._reusable()
         try:
-            connection = connection or self._dial()
+            connection = connection or self.dial()
             with self._lock:
                 self._register(connection, request)
         except BaseException as error:
@@ -289,7 +284,7 @@ class Pool:
         """Check the connections until there are none: an unused pool has no thread."""
         pause = threading.Event()
         while True:
-            pause.wait(min(_POLL_S, self._stall_s / 4))
+            pause.wait(min(_POLL_S, self.stall_s / 4))
             with self._lock:
                 self._poll(time.monotonic())
                 if not self._in_use and not self._idle:
@@ -303,7 +298,7 @@ class Pool:
                 continue
             if now_mono_s > connection.limit_mono_s:
                 connection.shut_down("no complete response in time")
-            elif connection.hangs(now_mono_s, self._stall_s, self._first_byte_s):
+            elif connection.hangs(now_mono_s, self.stall_s, self.first_byte_s):
                 still_s = now_mono_s - connection.moved_mono_s
                 connection.shut_down(f"nothing moved for {still_s:.1f} s")
         outlier = self._outlier(now_mono_s)

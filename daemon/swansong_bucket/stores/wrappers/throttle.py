@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from swansong_bucket.stores.base import WINDOW_BYTES, Body, ObjectStore, Sink
 from swansong_bucket.stores.wrappers.forwarding import Forwarding
@@ -68,6 +69,7 @@ class Throttled(Forwarding):
             self._store.create(key, body)
 
 
+@dataclass(eq=False, repr=False)
 class _TokenBucket:
     """A token bucket for all threads.
 
@@ -75,25 +77,21 @@ class _TokenBucket:
     until the debt is paid.  No window is therefore too large for the bucket.
     """
 
-    def __init__(
-        self,
-        rate_bytes_per_s: Callable[[], float | None],
-        is_paused: Callable[[], bool],
-        monotonic: Callable[[], float],
-    ) -> None:
-        self._rate_bytes_per_s = rate_bytes_per_s
-        self._is_paused = is_paused
-        self._monotonic = monotonic
+    rate_bytes_per_s: Callable[[], float | None]
+    is_paused: Callable[[], bool]
+    monotonic: Callable[[], float]
+
+    def __post_init__(self) -> None:
         self._changed = threading.Condition()
         self._level_bytes = 0.0
-        self._seen_mono_s = monotonic()
+        self._seen_mono_s = self.monotonic()
         self._in_flight = 0
 
     @contextmanager
     def slot(self) -> Iterator[None]:
         """Hold one of the slots for bodies in flight; waits for a free one."""
         with self._changed:
-            while self._is_paused() or self._is_full():
+            while self.is_paused() or self._is_full():
                 self._changed.wait(_POLL_S)
             self._in_flight += 1
         try:
@@ -104,17 +102,17 @@ class _TokenBucket:
                 self._changed.notify()
 
     def _is_full(self) -> bool:
-        rate = self._rate_bytes_per_s()
+        rate = self.rate_bytes_per_s()
         return rate is not None and rate > 0 and self._in_flight >= max(1, rate // WINDOW_BYTES)
 
     def spend(self, size_bytes: int) -> None:
         """Wait until ``size_bytes`` may be sent."""
         self._sit_out_pause()
-        if not self._rate_bytes_per_s():
+        if not self.rate_bytes_per_s():
             return
         with self._changed:
-            while rate := self._rate_bytes_per_s():
-                now_mono_s = self._monotonic()
+            while rate := self.rate_bytes_per_s():
+                now_mono_s = self.monotonic()
                 earned_bytes = (now_mono_s - self._seen_mono_s) * rate
                 # Idle time earns no credit beyond one interval, which makes up for late wake-ups.
                 self._level_bytes = min(self._level_bytes + earned_bytes, rate * _POLL_S)
@@ -125,9 +123,9 @@ class _TokenBucket:
                 self._changed.wait(min(_POLL_S, -self._level_bytes / rate + 0.001))
 
     def _sit_out_pause(self) -> None:
-        began_mono_s = self._monotonic()
+        began_mono_s = self.monotonic()
         with self._changed:
-            while self._is_paused() and self._monotonic() - began_mono_s < HELD_S:
+            while self.is_paused() and self.monotonic() - began_mono_s < HELD_S:
                 self._changed.wait(_POLL_S)
 
 
