@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sized
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
@@ -17,6 +17,7 @@ from swansong_bucket.errors import Stopped
 
 Task = TypeVar("Task")
 
+_NO_TASK = object()
 _POLL_S = 0.2
 
 _log = structlog.get_logger(__name__)
@@ -88,29 +89,23 @@ def parallel(
 
     def work() -> None:
         nonlocal done
-        while not halt.is_set():
-            try:
+        try:
+            while not halt.is_set():
                 with lock:
                     if stop is not None and stop.is_set():
                         raise Stopped("stopped before it was done")
-                    task = next(left)
-            except StopIteration:
-                return
-            except BaseException as error:  # raised below
-                with lock:
-                    errors.append(error)
-                halt.set()
-                return
-            try:
+                    task: Any = next(left, _NO_TASK)
+                if task is _NO_TASK:
+                    return
                 function(task)
                 if progress is not None:
                     with lock:
                         done += 1
                         progress(done, count)
-            except BaseException as error:  # raised below, in the thread of the caller
-                with lock:
-                    errors.append(error)
-                halt.set()
+        except BaseException as error:  # raised below, in the thread of the caller
+            with lock:
+                errors.append(error)
+            halt.set()
 
     workers = [
         threading.Thread(target=work, name=f"parallel-{number}", daemon=True)
