@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import threading
 from dataclasses import dataclass, field
 
 from swansong_bucket.errors import ConfigError, CorruptError, StoreError
@@ -78,14 +77,13 @@ def _copy_all(args: argparse.Namespace, here: Opened, mirror: ObjectStore) -> in
     limit = here.config.mirror.background_bytes_per_s
     totals = _Totals()
     with ProgressDisplay("mirror", is_quiet=args.quiet or args.json) as progress:
-        shown = _CommitProgress(progress)
         copier = Copier(
             here.store,
             Throttled(mirror, lambda: limit, limits_reads=True),
             here.keys,
             here.stop,
             connections=here.config.mirror.connections,
-            moved=shown.moved,
+            moved=progress.add,
         )
         copier.check_fence()
         absent = copier.absent()
@@ -93,7 +91,7 @@ def _copy_all(args: argparse.Namespace, here: Opened, mirror: ObjectStore) -> in
         for place, commit in enumerate(whole, start=1):
             progress.detail = f"commit {place} of {len(whole)}"
             try:
-                size_bytes = _one(copier, commit, shown, is_dry=args.dry_run)
+                size_bytes = _one(copier, commit, progress, is_dry=args.dry_run)
             except Gone:
                 continue
             except CorruptError as error:
@@ -110,7 +108,7 @@ def _copy_all(args: argparse.Namespace, here: Opened, mirror: ObjectStore) -> in
     return CorruptError.exit_code if totals.failed else 0
 
 
-def _one(copier: Copier, commit: Commit, shown: _CommitProgress, *, is_dry: bool) -> int:
+def _one(copier: Copier, commit: Commit, progress: ProgressDisplay, *, is_dry: bool) -> int:
     """Copy a commit, or count its bytes; returns the bytes."""
     size_bytes = 0
     for node in sorted(commit.manifest_keys):
@@ -118,25 +116,8 @@ def _one(copier: Copier, commit: Commit, shown: _CommitProgress, *, is_dry: bool
         if is_dry:
             size_bytes += sum(chunk.size_bytes for chunk in copier.absent_of(place))
         else:
-            size_bytes += copier.copy(place, shown.begin).size_bytes
+            size_bytes += copier.copy(place, progress.begin).size_bytes
     return size_bytes
-
-
-class _CommitProgress:
-    """The progress of the manifest that is being copied."""
-
-    def __init__(self, progress: ProgressDisplay) -> None:
-        self._progress = progress
-        self._lock = threading.Lock()
-        self._done_bytes = self._total_bytes = 0
-
-    def begin(self, total_bytes: int) -> None:
-        self._done_bytes, self._total_bytes = 0, total_bytes
-
-    def moved(self, size_bytes: int) -> None:
-        with self._lock:
-            self._done_bytes += size_bytes
-            self._progress(self._done_bytes, self._total_bytes)
 
 
 def _report(

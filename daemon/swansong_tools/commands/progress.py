@@ -64,6 +64,16 @@ class ProgressDisplay:
             elif now_mono_s >= self._line_mono_s + _LINE_S:
                 self._line(now_mono_s)
 
+    def begin(self, total: int) -> None:
+        """Begin the next part of the work, with this total."""
+        with self._lock:
+            self._done, self._total = 0, total
+
+    def add(self, amount: int) -> None:
+        """Count what was done of this part."""
+        with self._lock:
+            self(self._done + amount, self._total)
+
     def text(self) -> str:
         """Share, amount, rate, time left and details."""
         with self._lock:
