@@ -40,7 +40,7 @@ from swansong_bucket.model import Chunk, CommitRef, StoredShard
 from swansong_bucket.stores.base import WINDOW_BYTES, ObjectStore
 from swansong_bucket.transfer.chunks import Place, cover, defect_of_size, places_of
 from swansong_bucket.transfer.journal import Noted
-from swansong_bucket.transfer.target import RestoredFile, RestoreTarget
+from swansong_bucket.transfer.target import RestoredFile, RestoreTarget, read_window
 from swansong_bucket.util.concurrency import SAMPLE_S, ConcurrencyLimit
 from swansong_bucket.util.threads import parallel
 
@@ -521,7 +521,7 @@ class _Reading:
         except StagingError:
             fd = -1  # removed or changed since it was found: no byte can be read
         try:
-            yield partial(_read_window, fd)
+            yield partial(read_window, fd)
         finally:
             if fd >= 0:
                 os.close(fd)
@@ -529,10 +529,3 @@ class _Reading:
 
 def _size(places: Sequence[Place]) -> int:
     return sum(place.size_bytes for place in places)
-
-
-def _read_window(fd: int, window: memoryview, offset: int) -> int:
-    try:
-        return os.preadv(fd, [window], offset)
-    except OSError:
-        return 0

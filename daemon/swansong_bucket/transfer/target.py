@@ -35,6 +35,7 @@ from swansong import openat
 from swansong_bucket.errors import StagingError, Stopped, StoreError, SwansongError
 from swansong_bucket.format.manifest import chunks_of
 from swansong_bucket.model import Chunk, StoredShard
+from swansong_bucket.stores.file.io import write_all
 from swansong_bucket.transfer import journal
 from swansong_bucket.transfer.journal import Noted
 
@@ -94,9 +95,7 @@ class RestoredFile:
         """Put all of ``data`` at ``offset``."""
         # The kernel admits one writer to a file at a time; without the lock the others would spin.
         with self.errors(), self.writing:
-            done = 0
-            while done < data.nbytes:
-                done += os.pwrite(self.fd, data[done:], offset + done)
+            write_all(self.fd, data, offset)
 
     def clone(self, fd: int, offset: int, size_bytes: int) -> bool:
         """Share the blocks of another file's range; False if the file system cannot."""
@@ -112,11 +111,16 @@ class RestoredFile:
             os.fsync(self.fd)
 
     def read_into(self, window: memoryview, offset: int) -> int:
-        """Number of bytes read into ``window``; 0 at the end of the file and after an error."""
-        try:
-            return os.preadv(self.fd, [window], offset)
-        except OSError:
-            return 0
+        """As :func:`read_window`."""
+        return read_window(self.fd, window, offset)
+
+
+def read_window(fd: int, window: memoryview, offset: int) -> int:
+    """Number of bytes read into ``window``; 0 at the end of the file and after an error."""
+    try:
+        return os.preadv(fd, [window], offset)
+    except OSError:
+        return 0
 
 
 class RestoreTarget:
@@ -232,9 +236,9 @@ class RestoreTarget:
         self,
         identity: str,
         shards: Sequence[StoredShard],
-        wanted: Sequence[StoredShard] | None = None,
+        wanted: Sequence[StoredShard],
         *,
-        set_bytes: int | None = None,
+        set_bytes: int,
     ) -> Noted:
         """Prepare a place for each wanted shard, if there is enough space.
 
@@ -244,13 +248,12 @@ class RestoreTarget:
         Args:
             identity: of the restore, see :func:`journal.identity_of`.
             shards: all shards of the commit.
-            wanted: those that are restored; None: all.
-            set_bytes: size of one of the spare sets; None: as large as the wanted shards.
+            wanted: those that are restored.
+            set_bytes: size of one of the spare sets.
 
         Returns:
             The chunks that the journal names.  The caller must read them back and verify them.
         """
-        files = shards if wanted is None else wanted
         chunks = chunks_of(shards)
         self._numbers = {chunk: number for number, chunk in enumerate(chunks)}
         with self._errors():
@@ -264,14 +267,14 @@ class RestoreTarget:
             self._has_chunks = bool(noted)
             self._files_fd = self._open_or_make(self._partial_fd, _FILES, _WORKING_MODE)
             if noted:
-                self._remove_others({shard.path for shard in files})
-            self._check_space(files, set_bytes)
-            for shard in files:
+                self._remove_others({shard.path for shard in wanted})
+            self._check_space(wanted, set_bytes)
+            for shard in wanted:
                 self._make_directories(shard.path)
                 if noted:  # a file of the interrupted restore may have any size
                     with self._open(shard.path) as fd:
                         os.ftruncate(fd, shard.size_bytes)
-            self._writing = {shard.path: threading.Lock() for shard in files}
+            self._writing = {shard.path: threading.Lock() for shard in wanted}
             if noted:
                 self._journal_fd = _open_own(
                     _JOURNAL, _APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._partial_fd
@@ -421,7 +424,7 @@ class RestoreTarget:
                 if os.path.normpath(os.path.join(parent, name)) not in wanted:
                     os.unlink(name, dir_fd=directory_fd)
 
-    def _check_space(self, shards: Sequence[StoredShard], set_bytes: int | None) -> None:
+    def _check_space(self, shards: Sequence[StoredShard], set_bytes: int) -> None:
         """Require space for all shards and the spare sets, less the blocks that are allocated already."""
         here_bytes = 0
         for _, _, names, directory_fd in os.fwalk(".", dir_fd=self._files_fd):
@@ -431,14 +434,13 @@ class RestoreTarget:
         space = os.fstatvfs(self._parent_fd)
         free_bytes = space.f_bavail * space.f_frsize
         size_bytes = sum(shard.size_bytes for shard in shards)
-        spare_bytes = self._spare_sets * (size_bytes if set_bytes is None else set_bytes)
-        needed_bytes = size_bytes + spare_bytes - here_bytes
+        needed_bytes = size_bytes + self._spare_sets * set_bytes - here_bytes
         if needed_bytes > free_bytes:
             error = NoRoom(
                 f"{self.destination} needs {needed_bytes} bytes; {free_bytes} are free there",
                 hint="Make room, or restore to another file system",
             )
-            error.has_other_vms = set_bytes is not None and set_bytes < size_bytes
+            error.has_other_vms = set_bytes < size_bytes
             raise error
 
     def _discard(self) -> None:
