@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from structlog.testing import CapturingLogger
@@ -137,13 +138,28 @@ def test_tasks_are_read_one_by_one() -> None:
 
 
 def test_the_progress_counts_every_task_of_a_collection() -> None:
-    """One call at a time, in order.  No collection gets more threads than it has tasks."""
+    """One call at a time, in order."""
     shown: list[tuple[int, int]] = []
-    names: set[str] = set()
-
-    def work(_task: int) -> None:
-        names.add(threading.current_thread().name)
-
-    parallel([7, 8, 9], work, threads=50, progress=lambda done, count: shown.append((done, count)))
+    parallel(
+        [7, 8, 9],
+        lambda _task: None,
+        threads=50,
+        progress=lambda done, count: shown.append((done, count)),
+    )
     assert shown == [(1, 3), (2, 3), (3, 3)]
-    assert names <= {"parallel-0", "parallel-1", "parallel-2"}
+
+
+def test_no_collection_gets_more_threads_than_it_has_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers name their limit, however few tasks there are."""
+    names: list[str] = []
+    make = threading.Thread
+
+    def counted(**options: Any) -> threading.Thread:
+        names.append(options["name"])
+        return make(**options)
+
+    monkeypatch.setattr(module.threading, "Thread", counted)
+    done: list[int] = []
+    parallel([7, 8, 9], done.append, threads=50)
+    assert sorted(done) == [7, 8, 9]
+    assert names == ["parallel-0", "parallel-1", "parallel-2"]
