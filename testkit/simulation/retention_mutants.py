@@ -20,8 +20,8 @@ MUTANTS: dict[str, Mutation] = {
         "prune",
         "        for _, info in sorted(read.commit.manifests.items()):",
         (
-            "        own = _marked(self._found, [one for one in self._found.commits if one is not read])\n"
-            "        self._store.delete_many(list(self._found.chunks.stored_except(own)))\n"
+            "        own = _marked(self.found, [one for one in self.found.commits if one is not read])\n"
+            "        self.store.delete_many(list(self.found.chunks.stored_except(own)))\n"
             "        for _, info in sorted(read.commit.manifests.items()):"
         ),
     ),
