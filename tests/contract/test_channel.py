@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 from swansong import protocol
-from swansong_bucket.errors import SwansongError
+from swansong_bucket.errors import SwansongError, Unreachable
 from swansong_bucket.model import UNKNOWN_PARENT, Parent
+from swansong_tools.commands.client import DaemonClient
 from swansongd.core.events import (
     StartBegun,
     TrainerAccepted,
@@ -415,6 +416,17 @@ def test_messages_sent_before_the_close_arrive() -> None:
         running.release()
         assert client.receive() == protocol.Fenced(9)
         assert client.receive() is None
+
+
+def test_the_status_of_the_end_reaches_a_command_that_asks_later(running: RunningChannel) -> None:
+    """A command that polls gets the last status of a daemon that has ended meanwhile; a trainer does not."""
+    ended = protocol.Status({"state": "FENCED"})
+    with DaemonClient(running.path) as command, running.joined() as trainer:
+        running.channel.close(ended)
+        assert command.request(protocol.StatusQuery(), protocol.Status) == ended
+        with pytest.raises(Unreachable, match="closed the connection"):
+            command.request(protocol.StatusQuery(), protocol.Status)
+        assert trainer.receive() is None
 
 
 def test_a_socket_from_systemd_is_used_unchanged(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import signal
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +86,31 @@ def test_two_vms_never_commit_under_one_generation(bucket: Bucket, new_vm: Any) 
     assert bucket.objects("run/generations/") | bucket.objects("run/commits/") == before
     assert (older.run_directory / sealed_name(30, "abc")).is_dir()
     assert second.popen.poll() is None
+
+
+@pytest.mark.fault("G03")
+def test_a_command_that_waits_for_a_verdict_is_told_of_the_fence(
+    bucket: Bucket, new_vm: Any
+) -> None:
+    """``notify --wait`` exits with 14 and names the newer generation, though the daemon has ended."""
+    older, newer = new_vm("older", bucket.store), new_vm("newer", bucket.store)
+    first, second = older.start_daemon(), newer.start_daemon()
+    seal_files(older.run_directory, 10, {"weights": b"10"})
+    first.lines.wait(event="committed", generation=1, step=10)
+    waiting = older.spawn(
+        [str(Path(sys.executable).with_name("swansong")), "--config", str(older.config),
+         "notify", "--in", "110s", "--wait"],
+        lines_on="stdout",
+    )  # fmt: skip
+    first.lines.wait(event="evacuation", phase="waiting_for_trainer")
+    seal_files(newer.run_directory, 5, {"weights": b"5"}, start_id="0ther")
+    second.lines.wait(event="committed", generation=2, step=5)
+    seal_files(older.run_directory, 30, {"weights": b"30"})
+
+    assert first.wait(timeout_s=20) == FENCED
+    assert waiting.wait() == FENCED
+    shown = "FENCED: generation 1 step 10 is committed; generation 2 has taken the run over"
+    until(lambda: shown in "".join(waiting.lines.raw))
 
 
 def wipe(bucket: Bucket) -> None:

@@ -7,7 +7,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -51,6 +51,7 @@ class DaemonClient:
     """
 
     def __init__(self, path: Path) -> None:
+        self.last_status: DaemonStatus | None = None
         self._path = path
         self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.settimeout(TIMEOUT_S)
@@ -89,7 +90,8 @@ class DaemonClient:
         deadline_mono_s = time.monotonic() + timeout_s
         self._channel.settimeout(timeout_s)
         with self._explained():
-            self._channel.send(encode(message))
+            with suppress(BrokenPipeError):  # the daemon's last message is still to be received
+                self._channel.send(encode(message))
             while data := self._received(deadline_mono_s):
                 reply = decode(data)
                 if isinstance(reply, answered_by):
@@ -102,7 +104,7 @@ class DaemonClient:
                     deadline_mono_s = time.monotonic() + timeout_s
         raise Unreachable(
             f"the request failed: the daemon at {self._path} closed the connection",
-            hint=_NOT_ALLOWED,
+            hint=_not_running(self._path),
         )
 
     def restored(self, progress: Callable[[int, int], None]) -> Restored:
@@ -120,7 +122,8 @@ class DaemonClient:
     def status(self) -> DaemonStatus:
         report = self.request(StatusQuery(), Status).report
         with self._explained():
-            return from_json(report)
+            self.last_status = from_json(report)
+        return self.last_status
 
     def until(self, is_seen: Callable[[DaemonStatus], object]) -> DaemonStatus:
         """The daemon's state once its decision loop has acted on our message."""

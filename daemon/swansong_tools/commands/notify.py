@@ -12,7 +12,7 @@ from pathlib import Path
 
 from swansong.protocol import Noted, Notify, NotifyWithdrawn
 from swansong_bucket.config.values import duration
-from swansong_bucket.errors import Stopped
+from swansong_bucket.errors import FencedError, Stopped, Unreachable
 from swansong_bucket.model import Verdict
 from swansongd.config.config import load
 from swansongd.observe.phase import Phase
@@ -84,39 +84,50 @@ def run(args: argparse.Namespace) -> int:
 
 
 def give_notice(args: argparse.Namespace, *, drill: bool) -> int:
-    """Give the daemon a notice; with ``--wait`` return the exit code of its verdict.
+    """Give the daemon a notice; with ``--wait`` return the exit code of its verdict, or of a fence.
 
     Raises:
         Unreachable: the daemon does not answer.
         Stopped: the notice was withdrawn before the verdict.
     """
     with DaemonClient(load(args.config).trainer.socket) as daemon:
-        notify = Notify(
-            nonce=secrets.token_hex(8),
-            # Counted from the start of this process, so that simultaneous calls state the same deadline.
-            seconds_left=max(0.0, args.in_s - _running_s()),
-            reason=args.reason,
-            drill=drill,
-        )
-        identity = identity_of(notify.nonce, drill=notify.drill)
-        daemon.request(notify, Noted)
-        status = daemon.until(
-            lambda status: _is_in_force(status, identity) or verdict_on(status, identity)
-        )
-        if not args.wait:
-            return _show(args, status)
-        note("The notice is in force; waiting for the verdict.")
-        is_waiting = False
-        while not (last := verdict_on(status, identity)):
-            if not _is_in_force(status, identity):
-                raise Stopped("waiting for the verdict failed: the notice was withdrawn")
-            if not is_waiting and status.state == Phase.WAITING_FOR_TRAINER:
-                is_waiting = True
-                note("No trainer is connected: the verdict comes shortly before the end.")
-            time.sleep(_POLL_S)
-            status = daemon.status()
-        _show(args, replace(status, verdict=last.verdict))
-        return EXIT_BY_VERDICT[last.verdict]
+        try:
+            return _give(args, daemon, drill=drill)
+        except Unreachable:
+            last = daemon.last_status
+            if last is None or last.newer_generation is None:
+                raise
+            _show(args, last)
+            return FencedError.exit_code
+
+
+def _give(args: argparse.Namespace, daemon: DaemonClient, *, drill: bool) -> int:
+    notify = Notify(
+        nonce=secrets.token_hex(8),
+        # Counted from the start of this process, so that simultaneous calls state the same deadline.
+        seconds_left=max(0.0, args.in_s - _running_s()),
+        reason=args.reason,
+        drill=drill,
+    )
+    identity = identity_of(notify.nonce, drill=notify.drill)
+    daemon.request(notify, Noted)
+    status = daemon.until(
+        lambda status: _is_in_force(status, identity) or verdict_on(status, identity)
+    )
+    if not args.wait:
+        return _show(args, status)
+    note("The notice is in force; waiting for the verdict.")
+    is_waiting = False
+    while not (last := verdict_on(status, identity)):
+        if not _is_in_force(status, identity):
+            raise Stopped("waiting for the verdict failed: the notice was withdrawn")
+        if not is_waiting and status.state == Phase.WAITING_FOR_TRAINER:
+            is_waiting = True
+            note("No trainer is connected: the verdict comes shortly before the end.")
+        time.sleep(_POLL_S)
+        status = daemon.status()
+    _show(args, replace(status, verdict=last.verdict))
+    return EXIT_BY_VERDICT[last.verdict]
 
 
 def _running_s() -> float:

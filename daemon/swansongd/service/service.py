@@ -549,10 +549,13 @@ class Service:
             metrics=None if self._metrics is None else self._metrics.status(),
         )
 
+    def _status(self) -> protocol.Status:
+        return protocol.Status(report=to_json(status_of(self._snapshot())))
+
     def _answer(self, message: protocol.Message, reply: Any) -> None:
         if isinstance(message, protocol.StatusQuery):
             if not self._hangs:  # the client must see that this daemon decides nothing
-                reply(protocol.Status(report=to_json(status_of(self._snapshot()))))
+                reply(self._status())
         elif self._hangs and isinstance(message, protocol.FROM_OPERATOR):
             reply(protocol.Refused(_HANGS))
         elif isinstance(message, protocol.Notify):
@@ -595,7 +598,9 @@ class Service:
         self._stop.set()
         self._inbox.close()
         self._committer.close()
-        self._channel.close()
+        # A command may wait for what ended the daemon.
+        if not self._decisions.guarded("status", lambda: self._channel.close(self._status())):
+            self._channel.close()
         if self._signal_sender is not None:
             self._signal_sender.stop()
         if self._metrics is not None:

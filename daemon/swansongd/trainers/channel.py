@@ -125,6 +125,7 @@ class TrainerChannel:
         self._lock = threading.Lock()
         self._wakefd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_closing = False
+        self._last_message: bytes | None = None
         self._thread = threading.Thread(target=self._serve, name="trainer-channel", daemon=True)
 
     # ------------------------------------------------------------------ from any thread
@@ -177,8 +178,17 @@ class TrainerChannel:
         """Put this generation into each welcome from now on."""
         self._generation = generation
 
-    def close(self) -> None:
-        """Send the queued messages as far as peers read them, and end the thread."""
+    def close(self, last_message: Message | None = None) -> None:
+        """Send the queued messages as far as peers read them, and end the thread.
+
+        Args:
+            last_message: for the commands, which send no hello.
+
+        Raises:
+            ProtocolError: the message is too large.
+        """
+        if last_message is not None:
+            self._last_message = protocol.encode(last_message)
         self._is_closing = True
         self._wake()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -198,7 +208,7 @@ class TrainerChannel:
             self._drop_silent()
         self._run_commands()
         for connection in [*self._connections.values(), *self._lingering.values()]:
-            connection.close()
+            connection.close(None if connection.has_joined else self._last_message)
             os.close(connection.peer.pidfd)
         self._selector.close()
         self._listener.close()
