@@ -93,7 +93,7 @@ def test_the_daemon_accepts_what_is_written(tmp_path: Path) -> None:
         ),
         (
             {"store": "file:///x/y", "staging": "/x"},
-            "store.url: lies below staging.path (got 'file:///x/y')",
+            "store.url: overlaps staging.path (got 'file:///x/y')",
         ),
         ({}, "--yes: missing"),
     ],

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from swansong.bounds import BYTES_MAX, STEP_MAX
 
@@ -331,14 +331,15 @@ def store_url(value: object) -> str:
         scheme, host, path, rest = _split(value if isinstance(value, str) else "")
     except ValueError:
         raise InvalidValue("is not a URL", remedy) from None
+    place = unquote(path)
     is_file = scheme == "file" and not host and path.startswith("/") and path.strip("/")
     is_bucket = scheme in ("s3", "gs") and re.fullmatch(r"[a-z0-9][a-z0-9._-]{2,221}", host)
     is_container = scheme == "az" and _AZURE_PLACE.fullmatch(f"{host}{path}")
     if (
         not (is_file or is_bucket or is_container)
         or rest
-        or ".." in path.split("/")
-        or not path.isprintable()
+        or ".." in place.split("/")
+        or not place.isprintable()
     ):
         raise InvalidValue("is not the URL of a store", remedy)
     return str(value)

@@ -13,9 +13,8 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
-from swansongd.config.config import Config
+from swansongd.config.config import Config, directory_of
 from swansongd.sources.logind import LogindError, NoLogind, read_inhibit_delay_max_s
 
 from swansong_tools.doctor import fixes
@@ -65,9 +64,8 @@ def is_run_by_systemd() -> bool:
 
 def written_directories(config: Config) -> list[Path]:
     """The directories that the daemon writes to: staging, and that of a ``file://`` store."""
-    store = urlsplit(config.store.url)
-    paths = [unquote(store.path)] if store.scheme == "file" else []
-    return [config.staging.path, *map(Path, paths)]
+    store = directory_of(config.store.url)
+    return [config.staging.path, *([] if store is None else [store])]
 
 
 # ------------------------------------------------------------ logind

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import math
 import os
+import threading
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
@@ -29,6 +31,7 @@ from swansongd.config import notify
 from swansongd.config.notify import NotifyConfig
 
 DEFAULT_PATH = Path("/etc/swansong/swansong.toml")
+RESOLVE_TIMEOUT_S = 1.0
 METADATA_TIMEOUT_S = 2.0
 """Longest time that one request to the metadata service may take."""
 KEEP_WITHIN_S_MIN = 3600.0
@@ -547,30 +550,51 @@ def _impossible(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
             "set both or neither"
         )
     urls = {name: str(values[name].get("url") or "") for name in ("store", "mirror")}
-    staging = values["staging"].get("path")
-    for name, url in urls.items():
-        if staging is not None and url.startswith("file://"):
-            store = Path(unquote(urlsplit(url).path))
-            if store == staging or staging in store.parents:
-                where = f"{name}.url"
-                problems.append(
-                    _problem(where, "lies below staging.path", url, "choose another directory")
-                )
+    problems += _overlapping(values["staging"].get("path"), urls)
     listen = values["metrics"].get("listen")
     if listen is not None and listen.path is not None and listen.path == trainer.get("socket"):
         remedy = 'choose another path, such as "unix:/run/swansong/metrics.sock"'
         problems.append(
             _problem("metrics.listen", "is the socket of trainers", str(listen), remedy)
         )
-    if urls["mirror"] and _place(urls["mirror"]) == _place(urls["store"]):
+    mirror = urls["mirror"].rstrip("/")
+    if mirror and mirror == urls["store"].rstrip("/") and directory_of(mirror) is None:
         remedy = "choose a store in another region or cloud"
         problems.append(_problem("mirror.url", "is the store itself", urls["mirror"], remedy))
     return problems
 
 
-def _place(url: str) -> str:
-    """The bucket and prefix of a store, or its directory, without a slash at the end."""
-    return unquote(url).rstrip("/")
+def _overlapping(staging: Path | None, urls: Mapping[str, str]) -> list[str]:
+    """Conflicts between the directories of staging, the store and the mirror."""
+    shown = {"staging.path": str(staging), **{f"{name}.url": url for name, url in urls.items()}}
+    paths = {"staging.path": staging, **{f"{n}.url": directory_of(u) for n, u in urls.items()}}
+    real = {key: real_path(path) for key, path in paths.items() if path is not None}
+    remedy = "choose separate directories; symbolic links are followed"
+    return [
+        _problem(key, f"overlaps {other}", shown[key], remedy)
+        for (other, first), (key, second) in itertools.combinations(real.items(), 2)
+        if first.is_relative_to(second) or second.is_relative_to(first)
+    ]
+
+
+def directory_of(url: str | None) -> Path | None:
+    """The directory of a ``file://`` store; None for others."""
+    parts = urlsplit(url or "")
+    return Path(os.path.normpath(unquote(parts.path))) if parts.scheme == "file" else None
+
+
+def real_path(path: Path) -> Path:
+    """The path without symbolic links; the path itself while its file system does not answer.
+
+    A command such as ``swansong notify`` must not wait for a file server.
+    """
+    found = [path]
+    thread = threading.Thread(
+        target=lambda: found.append(Path(os.path.realpath(path))), daemon=True
+    )
+    thread.start()
+    thread.join(RESOLVE_TIMEOUT_S)
+    return found[-1]
 
 
 def _fields(section: type[Any]) -> dict[str, dataclasses.Field[Any]]:

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 import signal
+import threading
 import tomllib
 from dataclasses import fields
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_type_hints
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given
@@ -205,6 +208,8 @@ NO_CHUNK_SIZES = (
         ("store__url", "file://host/x"),
         ("store__url", "file:///"),
         ("store__url", "file://relative"),
+        ("store__url", "file:///x/%2e%2e/y"),
+        ("store__url", "file:///x%00"),
         ("store__url", "s3://[bad"),
         ("store__endpoint", "minio:9000"),
         ("store__region", "us east"),
@@ -356,13 +361,56 @@ def test_a_background_rate_is_a_size_per_second(
     [
         ("s3://bucket/prefix", "s3://bucket/prefix/"),
         ("gs://bucket", "gs://bucket/"),
-        ("file:///mnt/a%62", "file:///mnt/ab"),
     ],
 )
 def test_the_mirror_is_another_store(store: str, mirror: str) -> None:
     """A mirror that is the store itself would protect nothing."""
     (problem,) = problems_of(with_values(store__url=store, mirror__url=mirror))
     assert problem.startswith("mirror.url: is the store itself")
+
+
+@pytest.mark.parametrize("other", ["", "/below", "/.."])
+@pytest.mark.parametrize("place", ["real", "link"])
+@pytest.mark.parametrize("key", ["store__url", "mirror__url"])
+def test_a_store_and_staging_do_not_overlap(
+    key: str, place: str, other: str, tmp_path: Path
+) -> None:
+    """Neither directory is the other one, lies below it or above it, also through a symbolic link."""
+    real = tmp_path / "re al"
+    real.mkdir()
+    (tmp_path / "link").symlink_to(real)
+    directory = os.path.normpath(f"{tmp_path}/{'link' if place == 'link' else 're al'}{other}")
+    url = f"file://{quote(directory)}"
+    (problem,) = problems_of(with_values(staging__path=str(real), **{key: url}))
+    assert problem == (
+        f"{key.replace('__', '.')}: overlaps staging.path (got {url!r:.80}); "
+        "choose separate directories; symbolic links are followed"
+    )
+    parsed(staging__path=str(real), **{key: f"file://{quote(str(tmp_path))}/re%20al2"})
+
+
+def test_a_mirror_in_the_directory_of_the_store_is_refused() -> None:
+    """The store would list the mirror's objects as its own."""
+    (problem,) = problems_of(
+        with_values(store__url="file:///mnt/a%62", mirror__url="file:///mnt/ab/mirror")
+    )
+    assert problem.startswith(
+        "mirror.url: overlaps store.url (got 'file:///mnt/ab/mirror'); choose"
+    )
+
+
+def test_a_file_server_that_does_not_answer_blocks_no_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The configuration is read although resolving the store's path does not return."""
+    is_over = threading.Event()
+    monkeypatch.setattr(os.path, "realpath", lambda path: is_over.wait() and path)
+    monkeypatch.setattr("swansongd.config.config.RESOLVE_TIMEOUT_S", 0.01)
+    try:
+        (problem,) = problems_of(with_values(store__url="file:///mnt/staging/store"))
+        assert problem.startswith("store.url: overlaps staging.path")
+    finally:
+        is_over.set()
 
 
 def test_a_handover_needs_the_hooks() -> None:
@@ -388,9 +436,6 @@ def test_a_mirror_has_the_options_of_a_store() -> None:
     mirror = open_mirror(config.mirror)
     assert mirror is not None
     assert mirror.url == "s3://other/prefix"
-    assert problems_of(with_values(mirror__url="file:///mnt/staging/copy")) == [
-        "mirror.url: lies below staging.path (got 'file:///mnt/staging/copy'); choose another directory"
-    ]
 
 
 def test_the_error_of_a_mirror_names_its_key(tmp_path: Path) -> None:

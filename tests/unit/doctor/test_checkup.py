@@ -20,7 +20,7 @@ def test_without_a_temporary_directory_the_other_checks_run(
     config = tmp_path / "swansong.toml"
     config.write_text(
         f'[run]\nname = "r"\n[staging]\npath = "{tmp_path}/staging"\n'
-        f'[store]\nurl = "file://{tmp_path}"\n[sources]\ncloud = "none"\n'
+        f'[store]\nurl = "file://{tmp_path}/store"\n[sources]\ncloud = "none"\n'
     )
     monkeypatch.setattr(ProcessIdentity, "is_this_process", lambda _: False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
