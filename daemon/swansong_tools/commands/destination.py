@@ -8,15 +8,31 @@ from contextlib import suppress
 from pathlib import Path
 
 from swansong_bucket.errors import StagingError
+from swansongd.config.config import Config, directory_of, real_path
 
 from swansong_tools.commands.common import print_json
 from swansong_tools.units import human_bytes
 
 
-def resolved(directory: str) -> Path:
-    """The path of ``--to``: links above it are resolved, and from it on no link is followed."""
+def resolved(directory: str, config: Config) -> Path:
+    """The path of ``--to``: links above it are resolved, and from it on no link is followed.
+
+    Raises:
+        StagingError: it lies in a directory of the store, or in the one where trainers save.
+    """
     absolute = os.path.abspath(directory)
-    return Path(os.path.realpath(os.path.dirname(absolute)), os.path.basename(absolute))
+    path = Path(os.path.realpath(os.path.dirname(absolute)), os.path.basename(absolute))
+    for key, place in (
+        ("store.url", directory_of(config.store.url)),
+        ("mirror.url", directory_of(config.mirror.url)),
+        ("staging.path", config.staging.path / config.run.name),
+    ):
+        if place is not None and path.is_relative_to(real_path(place)):
+            raise StagingError(
+                f"--to: {path} lies in {place}, a directory of {key}",
+                hint="Choose a directory outside it",
+            )
+    return path
 
 
 def link(destination: Path, path: Path, facts: dict[str, object], *, as_json: bool) -> None:

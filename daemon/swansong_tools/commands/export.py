@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             fetched = _Fetched(here, mirror, ref, manifests, progress, total_bytes)
             try:
                 if to is None:
-                    fetched.to(resolved(args.to), missing)
+                    fetched.to(resolved(args.to, here.config), missing)
                 else:
                     _write(fetched, missing, to)
             except CorruptError as error:

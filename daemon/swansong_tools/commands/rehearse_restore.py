@@ -18,6 +18,7 @@ from swansong_bucket.transfer.reader import ReadOptions
 from swansong_bucket.transfer.restore import RestoreResult, Selection, restore
 from swansong_bucket.transfer.target import RestoreTarget
 from swansong_bucket.util.printable import printable
+from swansongd.config.config import Config
 
 from swansong_tools.commands.common import note, place, print_json
 from swansong_tools.commands.destination import resolved
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         StoreError: the mirror cannot be read.
     """
     began_mono_s = time.monotonic()
-    with opened(args) as here, _destination(args.to) as destination:
+    with opened(args) as here, _destination(args.to, here.config) as destination:
         mirror = mirror_of(here)
         with ProgressDisplay("restore", is_quiet=args.json) as progress:
             restored = restore(
@@ -60,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _destination(to: str | None) -> Iterator[Path]:
+def _destination(to: str | None, config: Config) -> Iterator[Path]:
     if to is not None:
-        yield resolved(to)
+        yield resolved(to, config)
         return
     with tempfile.TemporaryDirectory(prefix="swansong-drill-", dir=SCRATCH) as scratch:
         yield Path(os.path.realpath(scratch), "checkpoint")

@@ -69,28 +69,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    destination = resolved(args.to)
     if args.local and (args.step is not None or args.generation is not None or args.healthy):
         raise ConfigError(
             [
                 "--local always takes the newest checkpoint; remove --step, --generation and --healthy"
             ]
         )
-    if args.local and _is_given_by_the_daemon(args, destination):
+    config = load(args.config)
+    destination = resolved(args.to, config)
+    if args.local and _is_given_by_the_daemon(args, config, destination):
         return 0
     from swansong_tools.commands import fetch  # noqa: PLC0415 - slow to import
 
     return fetch.run(args, destination)
 
 
-def _is_given_by_the_daemon(args: argparse.Namespace, destination: Path) -> bool:
+def _is_given_by_the_daemon(args: argparse.Namespace, config: Config, destination: Path) -> bool:
     """Replace the destination by a link to the directory that the daemon gives a trainer.
 
     Returns:
         False if this command must fetch the checkpoint: the daemon of the run does not answer, or has an
         error.
     """
-    config = load(args.config)
     began_mono_s = time.monotonic()
     answer = _answer(args, config)
     if answer is None:

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target directory of ``swansong restore`` and ``swansong export``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from swansong_bucket.errors import StagingError
+from swansong_tools.commands import main
+
+from testkit.committed import commit, configuration, file_store
+
+
+@pytest.mark.parametrize("command", ["restore", "export", "restore --local"])
+@pytest.mark.parametrize(
+    ("key", "directory"),
+    [("store.url", "store/below"), ("store.url", "link"), ("staging.path", "staging/r/below")],
+)
+def test_no_files_are_written_to_the_store_or_to_staging(
+    command: str, key: str, directory: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The daemon would take them for a set, and the store for objects; a link above changes nothing."""
+    store = file_store(tmp_path / "store")
+    commit(store, {"model.bin": b"weights"}, step=1)
+    (tmp_path / "link").symlink_to(tmp_path / "store")
+    config = configuration(tmp_path, store.url)
+    to = tmp_path / directory / "to"
+    assert main.main(["--config", str(config), *command.split(), "--to", str(to)]) == (
+        StagingError.exit_code
+    )
+    error = capfd.readouterr().err
+    below = to if directory != "link" else tmp_path / "store/to"
+    assert f"--to: {below} lies in {tmp_path}" in error
+    assert f"a directory of {key}. Choose a directory outside it" in error
+    assert not to.exists()
