@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from swansong_bucket.errors import StagingError
-from swansongd.config.config import Config, directory_of, real_path
+from swansongd.config.config import Config, directory_of, look_up
 
 from swansong_tools.commands.common import print_json
 from swansong_tools.units import human_bytes
@@ -27,7 +27,7 @@ def resolved(directory: str, config: Config) -> Path:
         ("mirror.url", directory_of(config.mirror.url)),
         ("staging.path", config.staging.path / config.run.name),
     ):
-        if place is not None and path.is_relative_to(real_path(place)):
+        if place is not None and path.is_relative_to(look_up(place)[0]):
             raise StagingError(
                 f"--to: {path} lies in {place}, a directory of {key}",
                 hint="Choose a directory outside it",

@@ -550,7 +550,7 @@ def _impossible(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
             "set both or neither"
         )
     urls = {name: str(values[name].get("url") or "") for name in ("store", "mirror")}
-    problems += _overlapping(values["staging"].get("path"), urls)
+    problems += _directories(values["staging"].get("path"), urls)
     listen = values["metrics"].get("listen")
     if listen is not None and listen.path is not None and listen.path == trainer.get("socket"):
         remedy = 'choose another path, such as "unix:/run/swansong/metrics.sock"'
@@ -564,13 +564,15 @@ def _impossible(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return problems
 
 
-def _overlapping(staging: Path | None, urls: Mapping[str, str]) -> list[str]:
-    """Conflicts between the directories of staging, the store and the mirror."""
+def _directories(staging: Path | None, urls: Mapping[str, str]) -> list[str]:
+    """Problems with the directories of staging, the store and the mirror."""
     shown = {"staging.path": str(staging), **{f"{name}.url": url for name, url in urls.items()}}
     paths = {"staging.path": staging, **{f"{n}.url": directory_of(u) for n, u in urls.items()}}
-    real = {key: real_path(path) for key, path in paths.items() if path is not None}
+    found = {key: look_up(path) for key, path in paths.items() if path is not None}
+    real = {key: path for key, (path, is_usable) in found.items() if is_usable}
+    files = [key for key in found if key not in real]
     remedy = "choose separate directories; symbolic links are followed"
-    return [
+    return [_problem(key, "is a file", shown[key], "choose a directory") for key in files] + [
         _problem(key, f"overlaps {other}", shown[key], remedy)
         for (other, first), (key, second) in itertools.combinations(real.items(), 2)
         if first.is_relative_to(second) or second.is_relative_to(first)
@@ -583,15 +585,19 @@ def directory_of(url: str | None) -> Path | None:
     return Path(os.path.normpath(unquote(parts.path))) if parts.scheme == "file" else None
 
 
-def real_path(path: Path) -> Path:
-    """The path without symbolic links; the path itself while its file system does not answer.
+def look_up(path: Path) -> tuple[Path, bool]:
+    """The path without symbolic links, and whether it is a directory or absent.
 
-    A command such as ``swansong notify`` must not wait for a file server.
+    While its file system does not answer, this is the path itself: a command such as ``swansong notify`` must
+    not wait for a file server.
     """
-    found = [path]
-    thread = threading.Thread(
-        target=lambda: found.append(Path(os.path.realpath(path))), daemon=True
-    )
+    found = [(path, True)]
+
+    def look() -> None:
+        is_usable = os.path.isdir(path) or not os.path.exists(path)
+        found.append((Path(os.path.realpath(path)), is_usable))
+
+    thread = threading.Thread(target=look, daemon=True)
     thread.start()
     thread.join(RESOLVE_TIMEOUT_S)
     return found[-1]

@@ -389,6 +389,18 @@ def test_a_store_and_staging_do_not_overlap(
     parsed(staging__path=str(real), **{key: f"file://{quote(str(tmp_path))}/re%20al2"})
 
 
+@pytest.mark.parametrize("key", ["staging__path", "store__url", "mirror__url"])
+def test_a_file_in_place_of_a_directory_is_refused(key: str, tmp_path: Path) -> None:
+    """The error names key, value and fix; a directory that is not there yet may be mounted later."""
+    file = tmp_path / "file"
+    value = str(file) if key == "staging__path" else f"file://{file}"
+    parsed(**{key: value})
+    file.touch()
+    assert problems_of(with_values(**{key: value})) == [
+        f"{key.replace('__', '.')}: is a file (got {value!r:.80}); choose a directory"
+    ]
+
+
 def test_a_mirror_in_the_directory_of_the_store_is_refused() -> None:
     """The store would list the mirror's objects as its own."""
     (problem,) = problems_of(
