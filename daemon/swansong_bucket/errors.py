@@ -57,6 +57,8 @@ class SwansongError(Exception):
     """Base of all errors; ``str()`` is one line for a person, ``hint`` the fix."""
 
     exit_code = 1
+    kind = "fault"
+    """Kind of the error in metrics and in the log: the same text for equal causes."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -88,6 +90,7 @@ class FencedError(SwansongError):
     """
 
     exit_code = 14
+    kind = "fenced"
 
     def __init__(self, own: int, newer: int) -> None:
         super().__init__(
@@ -102,12 +105,12 @@ class FencedError(SwansongError):
 
 class StagingError(SwansongError):
     exit_code = 15
+    kind = "staging"
 
 
 class StoreError(SwansongError):
     exit_code = 16
     kind = "refused"
-    """Kind of the error in metrics."""
 
 
 class Transient(StoreError):

@@ -67,7 +67,7 @@ def record_failed(transition: Transition, event: events.CommitFailed) -> None:
     if event.is_obsolete:
         transition.log("info", "commit_obsolete", step=step, reason=event.reason)
     else:
-        transition.log("error", "commit_failed", step=step, reason=event.reason)
+        transition.log("error", "commit_failed", step=step, kind=event.kind, reason=event.reason)
     if event.conflict:
         staged_sets.give_up(transition, {failed.staged.id})
         _note_dropped(transition, (failed,))  # perhaps another set has its place

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from swansong.protocol import FromDaemon
+from swansong_bucket.errors import SwansongError
 from swansong_bucket.loss_records import Conclusion
 from swansong_bucket.model import (
     UNKNOWN_PARENT,
@@ -310,11 +311,15 @@ class Flushed:
 
 @dataclass(frozen=True, slots=True)
 class FlushFailed:
-    """``void``: the set itself is unusable (a file changed, disappeared, is unreadable)."""
+    """``void``: the set itself is unusable (a file changed, disappeared, is unreadable).
+
+    ``kind``: of the error; unlike the reason, it contains no key of an object.
+    """
 
     flush_id: str
     reason: str
     void: bool
+    kind: str = SwansongError.kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,12 +346,13 @@ class PartsCounted:
 class CommitFailed:
     """``conflict``: a retry is useless.  Another set is committed under this generation and step, or no
     reader would accept a manifest of this set.  ``is_obsolete``: the set references objects of a commit that
-    is not the newest one any more, and must be flushed again."""
+    is not the newest one any more, and must be flushed again.  ``kind``: of the error."""
 
     flush_id: str
     reason: str
     conflict: bool
     is_obsolete: bool = False
+    kind: str = SwansongError.kind
 
 
 @dataclass(frozen=True, slots=True)

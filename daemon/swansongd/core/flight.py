@@ -116,8 +116,9 @@ def record_failed(transition: Transition, event: events.FlushFailed) -> None:
     if flight is None or flight.flush_id != event.flush_id:
         return
     _put(transition, replace(transition.state.flush, flight=None))
+    step, kind = flight.staged.id.step, event.kind
     transition.log(
-        "error", "flush_failed", step=flight.staged.id.step, reason=event.reason, void=event.void
+        "error", "flush_failed", step=step, kind=kind, reason=event.reason, void=event.void
     )
     if event.void and flight.is_sealed:  # sealing itself may have changed a growing set
         staged_sets.give_up(transition, {flight.staged.id})

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import structlog
 from swansong.bounds import BoundsError
@@ -365,15 +366,18 @@ class Committer:
     # ------------------------------------------------------------------ commits and farewells
 
     def _commit(self, request: CommitManifest) -> None:
+        def failed(reason: str, **facts: Any) -> None:
+            self._post(CommitFailed(request.flush_id, reason, **facts))
+
         staged = request.staged
         self._settle()
         if not self._known.holds(e.chunk for shard in request.shards for e in shard.extents):
-            self._post(CommitFailed(request.flush_id, _OBSOLETE, conflict=False, is_obsolete=True))
+            failed(_OBSOLETE, conflict=False, is_obsolete=True)
             return
         claim = self._claimant.claim_of(request.generation)
         if claim is None:  # the bucket was emptied: the start claims another generation
             reason = f"no start of this VM holds generation {request.generation}"
-            self._post(CommitFailed(request.flush_id, reason, conflict=False))
+            failed(reason, conflict=False, kind=FencedError.kind)
             return
         manifest = Manifest(
             run=self._keys.run,
@@ -405,19 +409,18 @@ class Committer:
             if _fence_of(error).is_news(self._claimant.recorded_generation):
                 self._post(_fence_of(error))
             else:  # a later start of this VM holds the run: only the start of this set is over
-                self._post(CommitFailed(request.flush_id, str(error), conflict=True))
-        except Exists:
+                failed(str(error), conflict=True, kind=error.kind)
+        except Exists as error:
             reason = f"another checkpoint is committed as {manifest.ref}"
-            self._post(CommitFailed(request.flush_id, reason, conflict=True))
+            failed(reason, conflict=True, kind=error.kind)
         except BoundsError as error:  # a retry would fail too: the set is void
-            self._post(CommitFailed(request.flush_id, str(error), conflict=True))
+            failed(str(error), conflict=True, kind="bounds")
         except SwansongError as error:
             self._health.failed(_COMMIT, error.line())
-            self._post(CommitFailed(request.flush_id, error.line(), conflict=False))
+            failed(error.line(), conflict=False, kind=error.kind)
         except Exception as error:
             _log.exception("commit_fault")
-            reason = f"{type(error).__name__}: {error}"
-            self._post(CommitFailed(request.flush_id, reason, conflict=False))
+            failed(f"{type(error).__name__}: {error}", conflict=False)
         else:
             self._has_read_back = True
             self._health.ok(_COMMIT)

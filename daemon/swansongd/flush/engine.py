@@ -223,13 +223,14 @@ class FlushEngine:
         except Cancelled:
             pass
         except StagingError as error:
-            self._fail(flush, error.line(), void=True)
+            self._fail(flush, error.line(), error.kind, void=True)
             return False
         except SwansongError as error:
-            self._fail(flush, error.line(), void=False)
+            self._fail(flush, error.line(), error.kind, void=False)
         except Exception as error:  # a fault of the daemon must not end the worker
             _log.exception("flush_fault", flush_id=flush.flush_id)
-            self._fail(flush, f"{type(error).__name__}: {error}", void=False)
+            reason = f"{type(error).__name__}: {error}"
+            self._fail(flush, reason, SwansongError.kind, void=False)
         return True
 
     def _leave(self, flush: ActiveFlush, task: Task, *, is_readable: bool) -> None:
@@ -277,13 +278,13 @@ class FlushEngine:
         referenced = (each.size_bytes for each in extents if self._known.names(each.chunk))
         self._post(Flushed(flush.flush_id, shards, sum(referenced), sent_bytes))
 
-    def _fail(self, flush: ActiveFlush, reason: str, *, void: bool) -> None:
+    def _fail(self, flush: ActiveFlush, reason: str, kind: str, *, void: bool) -> None:
         with self._lock:
             # A set that is not sealed may still change; the sealed set is checked again.
             if self._active is not flush or (void and not flush.is_sealed):
                 return
             self._deactivate()
-        self._post(FlushFailed(flush.flush_id, reason, void))
+        self._post(FlushFailed(flush.flush_id, reason, void, kind))
 
     # ------------------------------------------------------------------ progress
 

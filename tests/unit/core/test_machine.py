@@ -406,6 +406,20 @@ def test_a_pause_after_an_error_of_the_store_spares_the_reserve() -> None:
     assert story.state.flush.flight is None
 
 
+def test_the_log_names_the_kind_of_a_failure() -> None:
+    """The reason may contain the key of an object, which differs each time; the kind groups the lines."""
+    story = Story()
+    story.seal(10)
+    story.tell(FlushFailed(story.flight.flush_id, "put k-1: 503", void=False, kind="transient"))
+    story.wait(2)
+    story.flushed()
+    failed = story.last(CommitManifest).flush_id
+    story.tell(CommitFailed(failed, "put k-2: 403", conflict=False, kind="refused"))
+    lines = {line.event: dict(line.facts) for line in story.all(Log)}
+    assert lines["flush_failed"]["kind"] == "transient"
+    assert lines["commit_failed"]["kind"] == "refused"
+
+
 @pytest.mark.fault("D09", "D03")
 def test_a_void_set_is_not_tried_again() -> None:
     """A set that changed during its flush is not flushed again; an older one replaces it."""

@@ -646,7 +646,7 @@ def test_another_set_of_the_same_step_is_a_conflict(rig: CommitterRig, working: 
     working.commit(a_request(nonce="xyz"))
     event = rig.next()
     assert isinstance(event, CommitFailed)
-    assert event.conflict
+    assert (event.conflict, event.kind) == (True, "exists")
     (key,) = stored(rig, KEYS.commits)
     assert manifest.decode(rig.store.get(key)).nonce == "abc"
 

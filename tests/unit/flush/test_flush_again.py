@@ -334,7 +334,9 @@ def interrupt_and_restart(flush: FlushRig) -> int:
     flush.started(staged_set(flush.run_directory, files()))
     flush.wait_for_creates(32)
     held.set()
-    assert isinstance(flush.outcome(), FlushFailed)
+    outcome = flush.outcome()
+    assert isinstance(outcome, FlushFailed)
+    assert outcome.kind == "transient"
     flush.store.before = lambda *_: None
     flush.wait_until_idle()
     flush.start_daemon()
