@@ -31,6 +31,7 @@ from swansongd.config import notify
 from swansongd.config.notify import NotifyConfig
 
 DEFAULT_PATH = Path("/etc/swansong/swansong.toml")
+TOML_BYTES_MAX = 2**20
 RESOLVE_TIMEOUT_S = 1.0
 METADATA_TIMEOUT_S = 2.0
 """Longest time that one request to the metadata service may take."""
@@ -427,10 +428,16 @@ def read_toml(path: Path, *, hint: str, form: str = _HINT) -> dict[str, Any]:
         form: the fix if it is not TOML.
 
     Raises:
-        ConfigError: the file is missing or not TOML.
+        ConfigError: the file is missing, too large or not TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            data = file.read(TOML_BYTES_MAX + 1)
+        if len(data) > TOML_BYTES_MAX:
+            raise ConfigError(
+                [f"reading {path} failed: it has more than {TOML_BYTES_MAX} bytes"], hint=hint
+            )
+        return tomllib.loads(data.decode("utf-8"))
     except FileNotFoundError:
         raise ConfigError([f"reading {path} failed: no such file"], hint=hint) from None
     except OSError as error:

@@ -60,6 +60,7 @@ def test_an_error_names_key_value_and_fix(text: str, message: str) -> None:
         (b"currency = 3", "currency: has an invalid format (got 3)"),
         (b"spot = ", "parsing"),
         (b"\xff", "byte 0 is not UTF-8"),
+        (b"#" * 2**20 + b"#", "it has more than 1048576 bytes"),
     ],
 )
 def test_a_bad_file_is_a_clear_error(tmp_path: Path, content: bytes, message: str) -> None:
