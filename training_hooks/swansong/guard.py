@@ -134,17 +134,13 @@ class Guard:
         self._note_boundary = state.note_boundary if has_boundary else None
         self._saver = Saver(self._snapshot, in_background=state.in_background)
         self._health = LossMonitor(options.spike)
-        self._rolled_back_to = -1
-        """The newest step that a rollback has returned to."""
-        self._rollbacks = 0
-        """Rollbacks since then, with that one."""
+        self._rollbacks: list[int] = []
+        """Steps of the last rollbacks; no later one returned to a newer step than the first."""
         self._critical_depth = 0
         self._owes_save = False
         self._is_whole_after_block = True
         """Whether the state is that of the last step again at the end of the critical block."""
         self._should_stop = False
-        self._restored_generation = -1
-        """Generation of the checkpoint that restore() has loaded; -1 if it is unknown."""
         self._finished_at: int | None = None
         """Step of the end of the run that was restored or saved."""
         self._polls = 0
@@ -161,9 +157,8 @@ class Guard:
         state.count_steps_with(lambda: self._reports)
         self._pauses = PauseWatch()
         self._session.channel.start()
-        self._is_answering = False
-        """Whether SIGTERM has arrived, after which the process ends with a checkpoint that is requested."""
-        self._has_answered = threading.Event()
+        self._answered: threading.Event | None = None
+        """Exists since SIGTERM, after which the process ends with a checkpoint that is requested."""
         self._has_left = False
         self._leaving = threading.Lock()
         """Held during the only save without lost ranks: both the loop and SIGTERM may begin it."""
@@ -182,8 +177,6 @@ class Guard:
         self._agreement = session.agreement
         self._redone = session.redone
         self._reporter = Reporter(session.channel.send, session.start)
-        self._reporting = threading.Lock()
-        """Held while a start is reported: a tick must not report a step of the start before as one of it."""
 
     # ------------------------------------------------------------ the training loop
 
@@ -339,15 +332,14 @@ class Guard:
         else:
             self._state.before_restore()
         chosen = os.environ.get(RESTORE_ENV) or from_directory
-        manifest = None
-        self._restored_generation = -1
+        manifest, generation = None, -1
         if chosen is not None:
             # The daemon has not verified its signature, so code in it is not used.
             self._state.takes_code = False
             manifest = load_checkpoint(os.fspath(chosen), self._ranks, self._state)
         elif not self._closed and self._session.channel.is_connected():
             with self._loading():
-                manifest = self._load_newest()
+                manifest, generation = self._load_newest()
         elif self._session.refusal:
             # A checkpoint may exist, and another process may already train from it.
             raise RestoreError(f"the daemon refuses this process: {self._session.refusal}")
@@ -357,7 +349,7 @@ class Guard:
             self._check_resume()
         step = self._loaded(manifest)
         if manifest is not None and manifest.world_size == self._ranks.world_size:
-            self._redone.ask(manifest.start_id, self._restored_generation)
+            self._redone.ask(manifest.start_id, generation)
         return step
 
     def rollback(self, *, skip_batches: bool = False, tries: int = ROLLBACKS) -> int:
@@ -404,12 +396,12 @@ class Guard:
         return step
 
     def _count_rollback(self, step: int, tries: int) -> None:
-        if step > self._rolled_back_to:
-            self._rolled_back_to, self._rollbacks = step, 0
-        self._rollbacks += 1
-        if self._rollbacks > tries:
+        if self._rollbacks and step > self._rollbacks[0]:
+            self._rollbacks.clear()
+        self._rollbacks.append(step)
+        if len(self._rollbacks) > tries:
             raise RestoreError(
-                f"rollback failed: {tries} rollbacks to step {self._rolled_back_to} or before it led to no"
+                f"rollback failed: {tries} rollbacks to step {self._rollbacks[0]} or before it led to no"
                 " newer healthy checkpoint; the cause is in the state or the data of that step"
             )
 
@@ -583,8 +575,8 @@ class Guard:
         if is_taken:
             self._redone.saved(step)
         self._should_stop |= is_taken and self._options.stop_after_save and is_emergency
-        if self._is_answering and is_taken and due.request_id:
-            self._has_answered.set()
+        if self._answered is not None and is_taken and due.request_id:
+            self._answered.set()
             while not self._should_stop:
                 time.sleep(_LOOK_S)  # SIGTERM ends the process here, where it holds no lock
         return is_taken
@@ -598,16 +590,15 @@ class Guard:
             self._session.start.load_failed()
             raise
 
-    def _load_newest(self) -> RankManifest | None:
-        """Load the newest checkpoint of the run; None if it is fresh."""
+    def _load_newest(self) -> tuple[RankManifest | None, int]:
+        """Load the newest checkpoint of the run, None if it is fresh, and return its generation."""
         begun_mono_s = time.monotonic()
         arrivals = self._state.arrivals()
         answer = self._session.restore.find_newest(arrivals, self._session.channel.trusted_uids)
         if not answer.path:
-            return None
-        self._restored_generation = answer.generation
+            return None, -1
         reads = () if arrivals is None else arrivals.reads
-        return self._load(answer, time.monotonic() - begun_mono_s, reads)
+        return self._load(answer, time.monotonic() - begun_mono_s, reads), answer.generation
 
     def _load(self, answer: Restored, fetch_s: float, reads: Collection[int] = ()) -> RankManifest:
         self._state.takes_code = self._session.is_signed
@@ -679,7 +670,7 @@ class Guard:
 
     def _started(self, step: int, loaded: Loaded) -> None:
         """Report what the start of the training has loaded, and from which step it trains."""
-        with self._reporting:
+        with self._reporter.lock:
             self._session.start.loaded(loaded)
             self._agreement.begin(step)
             self._redone.begin(step)
@@ -704,7 +695,7 @@ class Guard:
         every_s = self._options.every_s
         if every_s is not None and time.monotonic() - cost.saved_mono_s >= every_s:
             self._agreement.periodic_is_due()
-        with self._reporting:
+        with self._reporter.lock:
             step = int(self._agreement.step)
             health = self._health
             self._reporter.tick(
@@ -740,11 +731,11 @@ class Guard:
             return
         # The other half is for a save without lost ranks, of which a checkpoint of all ranks never comes.
         limit_s = END_LIMIT_S / 2 if self._can_lose_ranks else END_LIMIT_S
-        self._is_answering = True
+        self._answered = threading.Event()
         is_taken = self._agreement.wait_taken(REQUEST_ARRIVAL_S, limit_s)
         self._has_left |= is_taken
         if is_taken:
-            self._has_answered.wait(END_LIMIT_S)
+            self._answered.wait(END_LIMIT_S)
             self._saver.wait(END_LIMIT_S)
         while is_taken and self._should_stop and not self._closed:
             time.sleep(_LOOK_S)  # the script ends by itself, with its exit code

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,8 @@ class Reporter:
         self._last = Progress(step=-1)
         self._unsent_step: int | None = None
         """First step of a start of the training that was not sent yet."""
+        self.lock = threading.Lock()
+        """Held while a start is reported: a tick must not report a step of the start before as one of it."""
         self.awaits_step = True
         """Whether no new step was reported since the training started."""
         self._last_polls = 0
