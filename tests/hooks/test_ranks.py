@@ -232,6 +232,16 @@ def test_an_emergency_request_is_remembered(urgency: str, expected: bool) -> Non
     assert agreement.had_emergency is expected
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_several_ranks_save_at_their_target_after_a_withdrawal(ranks: int) -> None:
+    """Another rank may have saved there already, and stopped: a rank that trains on would wait for it."""
+    agreement = Agreement(ranks, None, lambda _: None)
+    agreement.request(Request("r1", "test", 100.0))
+    agreement.target(Target("r1", 5))
+    agreement.withdraw("r1")
+    assert agreement.decide(5) == (Due("emergency", "r1") if ranks > 1 else None)
+
+
 def test_the_first_target_is_final() -> None:
     """A second target for the same request, from a restarted daemon, is ignored."""
     agreement = Agreement(2, None, lambda _: None)

@@ -339,7 +339,7 @@ class Target(FromDaemon):
 
 @dataclass(frozen=True)
 class Withdrawn(FromDaemon):
-    """The daemon has withdrawn the request; training continues."""
+    """The daemon has withdrawn the request; several ranks that have a target save there all the same."""
 
     request_id: Id
     reason: Text

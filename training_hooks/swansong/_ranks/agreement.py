@@ -264,9 +264,14 @@ class Agreement:
                 self._changed.notify_all()
 
     def withdraw(self, request_id: str) -> None:
-        """Drop a request that the daemon has withdrawn."""
+        """Drop a request that the daemon has withdrawn.
+
+        The target of several ranks is final: one of them may have saved there already, and stopped.
+        """
         with self._changed:
-            if self._active is not None and self._active.request.id == request_id:
+            active = self._active
+            is_final = self.world_size > 1 and active is not None and active.target is not None
+            if active is not None and active.request.id == request_id and not is_final:
                 self._end_request()
 
     def resend(self) -> None:
