@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from swansong._ranks import survivors
 from swansong._ranks.agreement import Ranks
-from swansong._ranks.directory_store import DirectoryStore
-from swansong._ranks.job_store import JobStore
+from swansong._ranks.job_store import JobStore, open_vm_store
 from swansong._ranks.survivors import Survivors, agree, is_loss_of_a_peer, named
 
 from testkit.job_store import MemoryJobStore
@@ -38,7 +37,7 @@ def stores(kind: str, directory: Path, count: int) -> list[JobStore]:
     """Connections to one store."""
     if kind == "memory":
         return [MemoryJobStore(0.002).connect()] * count
-    return [DirectoryStore(str(directory), ".survivors.x") for _ in range(count)]
+    return [open_vm_store(str(directory), ".survivors.x", 5.0) for _ in range(count)]
 
 
 def agreed(

@@ -24,7 +24,7 @@ MODULES = [
     ROOT / "daemon/swansong_tools/commands/local_sets.py",
     ROOT / "training_hooks/swansong/openat.py",
     ROOT / "training_hooks/swansong/_checkpoint/staging.py",
-    ROOT / "training_hooks/swansong/_ranks/directory_store.py",
+    ROOT / "training_hooks/swansong/_ranks/job_store.py",
 ]
 """All modules that work on files in staging."""
 

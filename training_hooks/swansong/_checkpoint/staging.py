@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swansong import bounds, layout, openat
-from swansong._ranks.directory_store import STORE_PREFIX
+from swansong._ranks.job_store import STORE_PREFIX
 from swansong.layout import FileEntry, RankManifest
 from swansong.openat import UnsafeFileError, closed_on_error, held
 

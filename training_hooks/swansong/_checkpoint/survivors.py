@@ -14,8 +14,7 @@ from pathlib import Path
 
 from swansong._checkpoint.saver import Saver
 from swansong._ranks.agreement import Agreement, Due, Ranks
-from swansong._ranks.directory_store import STORE_PREFIX, DirectoryStore
-from swansong._ranks.job_store import JobStore, first_line, open_job_store
+from swansong._ranks.job_store import STORE_PREFIX, first_line, open_job_store, open_vm_store
 from swansong._ranks.survivors import Survivors, agree, named
 from swansong.layout import RankManifest
 from swansong.protocol import Failed
@@ -93,7 +92,7 @@ def _agree(ranks: Ranks, start_id: str, step: int, staging: str, secret: str) ->
     """Agree with the living ranks of all VMs or, if the job's store is lost, with those of this VM."""
     if ranks.nodes > 1:
         try:
-            store: JobStore = open_job_store(CONNECT_LIMIT_S)
+            store = open_job_store(CONNECT_LIMIT_S)
             return agree(store, f"{start_id}/survivors", ranks, step)
         except Exception as error:
             log.warning(
@@ -101,7 +100,8 @@ def _agree(ranks: Ranks, start_id: str, step: int, staging: str, secret: str) ->
                 first_line(error),
             )
     name = f"{STORE_PREFIX}{ranks.nonce(start_id, 0, 'survivors', secret)}"
-    return agree(DirectoryStore(staging, name), "survivors", ranks, step)
+    store = open_vm_store(staging, name, CONNECT_LIMIT_S)
+    return agree(store, "survivors", ranks, step)
 
 
 def _refusal(lost: list[int], missing: list[str]) -> str:

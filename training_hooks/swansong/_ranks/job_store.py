@@ -7,6 +7,7 @@ connection between the VMs and takes part in no collective.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -14,8 +15,11 @@ import time
 from datetime import timedelta
 from typing import Any, Protocol
 
+from swansong import openat
 from swansong._ranks.agreement import Ranks
 
+STORE_PREFIX = ".survivors."
+"""Beginning of the names of directories in staging for :func:`open_vm_store`."""
 POLL_S = 0.05
 """Interval of polls that are not urgent.  One check takes about 0.1 ms.  A blocking wait inside the store
 would make torch write a warning to the trainer's output at each timeout."""
@@ -63,6 +67,29 @@ def open_job_store(limit_s: float = _CONNECT_LIMIT_S) -> JobStore:
     )
     found: JobStore = PrefixStore("swansong", store)
     return found
+
+
+def open_vm_store(parent: str, name: str, limit_s: float) -> JobStore:
+    """Open a store of the living ranks of this VM, which needs no process: a file in a directory.
+
+    Args:
+        parent: directory of this user and its group.
+        name: of the directory, new or existing.
+        limit_s: longest wait for the file, in seconds.
+
+    Raises:
+        OSError: the directory belongs to another user, or the file system returned an error.
+    """
+    from torch.distributed import FileStore  # noqa: PLC0415 - only jobs that have torch
+
+    with openat.held(openat.open_directory(parent)) as parent_fd:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=parent_fd)
+        fd = openat.open_directory(name, dir_fd=parent_fd, owners={os.geteuid()})
+    # By its descriptor, because members of the group can replace the directory.
+    store: JobStore = FileStore(f"/proc/self/fd/{fd}/store")
+    store.set_timeout(timedelta(seconds=limit_s))  # type: ignore[attr-defined]
+    return store
 
 
 def store_of_group() -> JobStore:
