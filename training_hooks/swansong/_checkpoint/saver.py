@@ -39,7 +39,6 @@ class _Save:
     manifest: RankManifest
     request_ids: list[str]
     begun_mono_s: float
-    snapshot_s: float = 0.0
     outcome: Sealed | Failed | None = None
     """None until the save is over, and also if another rank will seal the set."""
     is_over: bool = False
@@ -171,9 +170,8 @@ class Saver:
 
     def _blocked(self, save: _Save) -> None:
         self.cost.saved_mono_s = time.monotonic()
-        save.snapshot_s = self.cost.saved_mono_s - save.begun_mono_s
-        self.cost.snapshot_s = save.snapshot_s
-        self.cost.blocked_s += save.snapshot_s
+        self.cost.snapshot_s = self.cost.saved_mono_s - save.begun_mono_s
+        self.cost.blocked_s += self.cost.snapshot_s
 
     def _run(self) -> None:
         while True:

@@ -180,10 +180,7 @@ class Agreement:
             The last completed step.  The loop begins no further step until it receives the target.
         """
         with self._changed:
-            if request.id in self._answers:
-                self.send(self._answers[request.id])
-                return int(self.step)
-            if self._active is None or self._active.request.id != request.id:
+            if request.id not in self._answers and self._find(request.id) is None:
                 self.attend_at = -1
                 self.had_emergency |= request.urgency == "emergency"
                 left_s = max(0.0, request.seconds_left)
@@ -198,35 +195,29 @@ class Agreement:
                     accepted=Accepted(request_id=request.id, step=int(self.step)),
                 )
                 self._changed.notify_all()
-            self.send(self._active.answer)
-            return self._active.accepted.step
+            self.repeat_answer(request.id)
+            active = self._find(request.id)
+            return int(self.step) if active is None else active.accepted.step
 
     def repeat_answer(self, request_id: str) -> bool:
         """Send the answer to a request again; returns False if the request is unknown."""
         with self._changed:
-            active = self._active
-            if active is not None and active.request.id == request_id:
-                self.send(active.answer)
-            elif request_id in self._answers:
-                self.send(self._answers[request_id])
-            else:
-                return False
-            return True
+            active = self._find(request_id)
+            answer = self._answers.get(request_id) if active is None else active.answer
+            if answer is not None:
+                self.send(answer)
+            return answer is not None
 
     def abort(self, request_id: str, reason: str) -> None:
         """Decline the request, because the ranks did not agree on a target."""
         with self._changed:
-            if self._active is not None and self._active.request.id == request_id:
+            if self._find(request_id) is not None:
                 self._answer(Declined(request_id, reason))
 
     def wait_finished(self, request_id: str, limit_s: float) -> None:
         """Wait until the request is no longer in progress at this rank."""
-
-        def is_over() -> bool:
-            return self._active is None or self._active.request.id != request_id
-
         with self._changed:
-            self._changed.wait_for(is_over, limit_s)
+            self._changed.wait_for(lambda: self._find(request_id) is None, limit_s)
 
     def wait_taken(self, arrival_s: float, limit_s: float) -> bool:
         """Wait for a request, and until this rank has taken its checkpoint.
@@ -254,12 +245,8 @@ class Agreement:
     def target(self, target: Target) -> None:
         """Set the step at which all ranks save.  Later targets for the same request are ignored."""
         with self._changed:
-            active = self._active
-            if (
-                active is not None
-                and active.request.id == target.request_id
-                and active.target is None
-            ):
+            active = self._find(target.request_id)
+            if active is not None and active.target is None:
                 active.target = target.step
                 self._changed.notify_all()
 
@@ -269,9 +256,8 @@ class Agreement:
         The target of several ranks is final: one of them may have saved there already, and stopped.
         """
         with self._changed:
-            active = self._active
-            is_final = self.world_size > 1 and active is not None and active.target is not None
-            if active is not None and active.request.id == request_id and not is_final:
+            active = self._find(request_id)
+            if active is not None and (self.world_size == 1 or active.target is None):
                 self._end_request()
 
     def resend(self) -> None:
@@ -374,23 +360,18 @@ class Agreement:
                 seal the set, or if the state is only copied and :meth:`report` will follow.
         """
         with self._changed:
-            active = self._active
-            if due.request_id and answer is not None:
+            active = self._find(due.request_id)
+            if answer is not None:
                 self._answer(answer)
-            elif due.request_id and active is not None and active.request.id == due.request_id:
+            elif active is not None:
                 self._remember(active.accepted)
                 self._end_request()
-            elif answer is not None:
-                self.send(answer)
             self.plan_periodic(step)
 
     def report(self, answer: Sealed | Failed) -> None:
         """Send the result of a checkpoint that was written in the background."""
         with self._changed:
-            if answer.request_id:
-                self._answer(answer)
-            else:
-                self.send(answer)
+            self._answer(answer)
 
     def plan_periodic(self, step: int) -> None:
         """Schedule the next periodic checkpoint; the last one is that of ``step``."""
@@ -399,10 +380,16 @@ class Agreement:
             self._periodic_at = (step // every + 1) * every if every else NEVER
             self._update_attend_at()
 
+    def _find(self, request_id: str) -> _Active | None:
+        """Return the request in progress if it has this id."""
+        active = self._active
+        return active if active is not None and active.request.id == request_id else None
+
     def _answer(self, answer: Sealed | Failed | Declined) -> None:
-        self._remember(answer)
+        if answer.request_id:
+            self._remember(answer)
         self.send(answer)
-        if self._active is not None and self._active.request.id == answer.request_id:
+        if self._find(answer.request_id) is not None:
             self._end_request()
 
     def _remember(self, answer: Accepted | Sealed | Failed | Declined) -> None:
