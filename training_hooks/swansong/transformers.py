@@ -20,7 +20,6 @@ import inspect
 import json
 import logging
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ from transformers.trainer_utils import has_length
 import swansong
 from swansong._checkpoint.redone import digests_of_generators
 from swansong._torch.parts import JointDirectory
+from swansong.state import set_generators, take_generators
 
 __all__ = ["SwansongCallback"]
 
@@ -86,8 +86,8 @@ class SwansongCallback(TrainerCallback):  # type: ignore[misc]
         self._reported_step = 0
         self._arguments: dict[str, Any] | None = None
         self._is_epoch_over = False
-        self._generators: str | None = None
-        """Directory with the states of the generators before the evaluation in progress."""
+        self._generators: dict[str, Any] | None = None
+        """The states of the generators before the evaluation in progress."""
         self._last_drawn: Any = None
         self._has_ended_pass = False
         """Whether the first pass over a data set without a length is over."""
@@ -143,7 +143,7 @@ class SwansongCallback(TrainerCallback):  # type: ignore[misc]
                 " random numbers in the next epochs; turn it off"
             )
         if args.eval_on_start:
-            self._keep_generators()
+            self._generators = take_generators()
 
     def on_epoch_begin(
         self,
@@ -163,7 +163,7 @@ class SwansongCallback(TrainerCallback):  # type: ignore[misc]
             epoch = int((state.epoch or 0.0) + _ROUNDING)
             sampler.generator = torch.Generator().manual_seed(args.seed + epoch)
         self._is_epoch_over = False
-        self._drop_generators()
+        self._generators = None
         self._last_drawn = None  # a sampler may draw at the start of an epoch
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -219,28 +219,17 @@ class SwansongCallback(TrainerCallback):  # type: ignore[misc]
         given = self._signature.bind(*args, **kwargs).arguments
         self._arguments = {name: _plain(given[name]) for name in _REPEATED if name in given}
         if trainer.control.should_evaluate:
-            self._keep_generators()
+            self._generators = take_generators()
         if trainer.state.global_step > self._reported_step:
             self._reported_step = trainer.state.global_step
             self.guard.step(trainer.state.global_step)
         self._follow(*args, **kwargs)
-        self._arguments = None
-        self._drop_generators()
+        self._arguments = self._generators = None
         if self.guard.should_stop:
             trainer.control.should_training_stop = True
         if self._steps_to_watch > 0:
             self._steps_to_watch -= 1
             self._last_drawn = digests_of_generators()
-
-    def _keep_generators(self) -> None:
-        # An evaluation may draw random numbers.  A checkpoint taken in it contains the state before it.
-        self._generators = tempfile.mkdtemp(prefix="swansong-")
-        self._trainer._save_rng_state(self._generators)  # noqa: SLF001
-
-    def _drop_generators(self) -> None:
-        if self._generators is not None:
-            shutil.rmtree(self._generators, ignore_errors=True)
-            self._generators = None
 
     def _catch_up(self, directory: Path, note: dict[str, Any]) -> None:
         """Do what was due after the step of the checkpoint: log, evaluation, save, end of the epoch."""
@@ -298,7 +287,13 @@ class SwansongCallback(TrainerCallback):  # type: ignore[misc]
             ):
                 torch.save(trainer.args, own / TRAINING_ARGS_NAME)
         if self._generators is not None:
-            shutil.copytree(self._generators, own, dirs_exist_ok=True)
+            # An evaluation may draw random numbers.  A checkpoint taken in it contains the state before it.
+            now = take_generators()
+            try:
+                set_generators(self._generators)
+                trainer._save_rng_state(str(own))  # noqa: SLF001
+            finally:
+                set_generators(now)
         name = _NOTE.format(trainer.args.process_index)
         (own / name).write_text(json.dumps(self._note()), encoding="utf-8")
         best = trainer.state.best_model_checkpoint

@@ -181,8 +181,9 @@ class Saver:
                 save.is_over = True
                 if isinstance(save.outcome, Failed) and self._last is save:
                     self._last = None
-            for answer in _answers(save):
-                save.agreement.report(answer)
+            if save.outcome is not None:
+                for request_id in save.request_ids or [""]:
+                    save.agreement.report(dataclasses.replace(save.outcome, request_id=request_id))
             del write
             with self._changed:
                 self._outstanding -= 1
@@ -214,13 +215,3 @@ class Saver:
         step, reason = save.manifest.step, f"{type(error).__name__}: {error}"[:500]
         log.warning("the checkpoint of step %s in %s failed: %s", step, save.staging, reason)
         save.outcome = Failed(save.manifest.request_id, step, reason)
-
-
-def _answers(save: _Save) -> list[Sealed | Failed]:
-    """Return one answer for each request that this save serves; without requests, one with an empty id."""
-    outcome = save.outcome
-    if outcome is None:
-        return []
-    if save.request_ids:
-        return [dataclasses.replace(outcome, request_id=each) for each in save.request_ids]
-    return [outcome]
