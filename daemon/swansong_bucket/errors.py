@@ -38,7 +38,7 @@ EXIT_CODES = {
     2: "the configuration or the command line is not valid; each problem is printed",
     8: "stored bytes or a manifest do not match their digest, or an object has an unknown key",
     9: "the command was stopped before it finished, or the notice was withdrawn",
-    10: "notify --wait, drill --wait, run: PARTIAL, only an older commit exists",
+    10: "notify --wait, drill --wait, run: PARTIAL, at most an older commit exists",
     11: "notify --wait, drill --wait, run: LOST, the run has no commit",
     12: "doctor found a failure",
     13: "the daemon does not answer on its socket",

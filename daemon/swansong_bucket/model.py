@@ -55,7 +55,7 @@ class Verdict(StrEnum):
     SAFE = "SAFE"
     """The next VM resumes from the position of the training at the request, or a later one."""
     PARTIAL = "PARTIAL"
-    """An older whole commit exists, or the position of the training is unknown."""
+    """An older whole commit exists, or may exist: the store could not be read since the daemon's start."""
     LOST = "LOST"
     """The run has no whole commit."""
     NO_TRAINING = "NO_TRAINING"

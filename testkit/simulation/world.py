@@ -1615,7 +1615,11 @@ class World:
             raise Broken(
                 f"I16: LOST with {conclusion.slack_s} s left, and {self._placed[-1]} exists"
             )
-        if conclusion.verdict in (Verdict.LOST, Verdict.NO_TRAINING) and conclusion.commit is None:
+        is_unread = not self.state.commits.is_run_read
+        if conclusion.verdict is Verdict.LOST and conclusion.is_final and is_unread:
+            raise Broken("I16: LOST, and the commits of the run were never read")
+        may_be_none = conclusion.verdict in (Verdict.LOST, Verdict.NO_TRAINING) or is_unread
+        if may_be_none and conclusion.commit is None:
             if self.state.commits.last is not None:
                 raise Broken(f"I16: {conclusion.verdict} without a commit, and a commit stands")
             return

@@ -21,7 +21,7 @@ from swansong_tools.units import counted, human_span, second
 
 _MEANING = {
     Verdict.SAFE: "The newest state is in the store.",
-    Verdict.PARTIAL: "Only an older commit is in the store, so steps are done again.",
+    Verdict.PARTIAL: "At most an older commit is in the store, so steps are done again.",
     Verdict.LOST: "The run had no commit, so it starts from scratch.",
     Verdict.NO_TRAINING: "No training was seen on the VM, so nothing is claimed.",
 }

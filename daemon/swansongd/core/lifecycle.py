@@ -24,6 +24,7 @@ def needs_heartbeat(state: State) -> bool:
 def is_complete(state: State, verdict: Verdict) -> bool:
     """Whether the group may end the VM now.
 
-    Not after LOST: a set that a trainer still seals in the remaining time may be committed.
+    Not without a commit: a set that a trainer still seals in the remaining time may be committed.
     """
-    return ASG_SOURCE in state.notices.live and verdict is not Verdict.LOST
+    has_commit = state.commits.last_complete is not None
+    return ASG_SOURCE in state.notices.live and (has_commit or verdict is Verdict.NO_TRAINING)

@@ -33,12 +33,18 @@ def prove(state: State, *, is_final: bool = False) -> tuple[Verdict, str]:
 def _proved_at(state: State, position: Position | str | None) -> tuple[Verdict, str]:
     newest = state.commits.last_complete
     doubt = gpus.doubt(state)
-    stands = "no checkpoint of the run is whole" if newest is None else doubt or f"{newest} stands"
+    is_empty = newest is None and state.commits.is_run_read
+    if newest is not None:
+        stands = doubt or f"{newest} stands"
+    elif is_empty:
+        stands = "no checkpoint of the run is whole"
+    else:
+        stands = "the store could not be read, and may have a whole checkpoint"
     if position is None:
         return Verdict.NO_TRAINING, f"no training was seen on this VM; {stands}"
     if state.part is not None:
         stands = f"{state.part}; {stands}"
-    below = Verdict.LOST if newest is None else Verdict.PARTIAL
+    below = Verdict.LOST if is_empty else Verdict.PARTIAL
     if state.starts.fenced_by is not None:
         return (
             below,

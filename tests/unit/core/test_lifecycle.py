@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from swansong_bucket.model import Verdict
+from swansong_bucket.model import CommitRef, Verdict
 from swansongd.core import lifecycle
 from swansongd.core.arrival import RECONNECT_S
 from swansongd.core.lifecycle import ASG_SOURCE
@@ -24,27 +24,33 @@ def test_heartbeats_last_from_the_notice_to_the_verdict() -> None:
 
 
 def test_the_notice_of_another_source_concerns_no_hook() -> None:
-    story = Story()
+    story = Story(newest=CommitRef(1, 5))
     story.notice(source="aws.spot")
     assert not lifecycle.needs_heartbeat(story.state)
     assert not lifecycle.is_complete(story.state, Verdict.SAFE)
 
 
 @pytest.mark.parametrize(
-    ("verdict", "is_complete"),
-    [(Verdict.SAFE, True), (Verdict.PARTIAL, True), (Verdict.LOST, False)],
+    ("verdict", "newest", "is_complete"),
+    [
+        (Verdict.SAFE, CommitRef(1, 5), True),
+        (Verdict.PARTIAL, CommitRef(1, 5), True),
+        (Verdict.PARTIAL, None, False),
+        (Verdict.LOST, None, False),
+        (Verdict.NO_TRAINING, None, True),
+    ],
 )
 def test_a_verdict_completes_the_hook_unless_nothing_is_committed(
-    verdict: Verdict, is_complete: bool
+    verdict: Verdict, newest: CommitRef | None, is_complete: bool
 ) -> None:
-    """After LOST the remaining time may still bring a commit."""
-    story = Story()
+    """Without a commit the remaining time may still bring one, if there is training."""
+    story = Story(newest=newest)
     story.notice(source=ASG_SOURCE)
     assert lifecycle.is_complete(story.state, verdict) is is_complete
 
 
 def test_a_withdrawn_notice_leaves_the_hook_alone() -> None:
-    story = Story()
+    story = Story(newest=CommitRef(1, 5))
     story.notice(source=ASG_SOURCE)
     story.withdraw(ASG_SOURCE)
     assert not lifecycle.is_complete(story.state, Verdict.SAFE)

@@ -360,6 +360,23 @@ CASES: list[Case] = [
 ]
 
 
+@pytest.mark.fault("O24")
+def test_a_run_that_was_never_read_is_not_lost() -> None:
+    """The store may have a whole checkpoint.  Once the run is read, the verdict names it."""
+    story = Story(claimed=False)
+    story.grants = False
+    story.scan()
+    story.join()
+    story.starts(5)
+    story.notice(in_s=30)
+    story.wait(30)
+    assert story.verdicts == ["PARTIAL None"]
+    assert "the store could not be read" in story.last(Conclude).reason
+    story.tell(RunRead(CommitRef(1, 4), "earlier"))
+    assert story.verdicts == ["PARTIAL None", "PARTIAL generation 1 step 4"]
+    assert "generation 1 step 4 stands" in story.last(Conclude).reason
+
+
 @pytest.mark.parametrize(
     ("history", "word", "reason"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
 )
