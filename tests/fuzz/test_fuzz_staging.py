@@ -29,7 +29,7 @@ from testkit.strategies import json_values
 
 SHARDS = [named_shard(f"rank-00000/{number}", 3000) for number in range(3)]
 CHUNKS = [extent.chunk for shard in SHARDS for extent in shard.extents]
-IDENTITY = restore_journal.identity_of("r", CommitRef(1, 2), SHARDS)
+IDENTITY = restore_journal.identity_of("r", CommitRef(1, 2), 1)
 
 honest = RankManifest(run="r1", step=5, kind="periodic", files=[FileEntry("rank-00000/a", 1)])
 
@@ -86,7 +86,7 @@ def test_the_largest_rank_manifest_costs_bounded_memory(item: str) -> None:
         lambda lines: "\n".join([IDENTITY, *lines, ""]).encode(errors="replace")
     )
 )
-@example(data=IDENTITY.encode() + b"\n0\n8\n9\n")
+@example(data=IDENTITY.encode() + b"\n" + restore_journal.line(CHUNKS[0]) + b"8\n9\n")
 def test_a_restore_journal_names_chunks_that_exist(data: bytes) -> None:
     """Any content gives None, or chunks of these shards."""
     assert (restore_journal.parse(data, IDENTITY, CHUNKS) or frozenset()) <= set(CHUNKS)

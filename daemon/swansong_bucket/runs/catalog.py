@@ -634,11 +634,11 @@ def farewells_of(
 def _last_commit(
     store: ObjectStore, keys: RunKeys, commit: Commit | None
 ) -> tuple[str, CheckpointKind | None]:
-    try:
-        manifests = load(store, keys, commit) if commit is not None else ()
-    except CorruptError:
-        manifests = ()
-    return (manifests[0].created, manifests[0].kind) if manifests else ("", None)
+    if commit is not None:
+        with suppress(CorruptError):
+            manifest = load_node(store, keys, commit, min(commit.manifests))  # one of thousands
+            return manifest.created, manifest.kind
+    return "", None
 
 
 # ---------------------------------------------------------------- objects and listings

@@ -13,13 +13,15 @@ are errors: an older commit would not help.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import structlog
+from swansong.layout import is_rank_manifest, rank_of_directory
 
 from swansong_bucket.errors import CorruptError, NothingToRestore, StoreError
 from swansong_bucket.format import wall
@@ -63,6 +65,7 @@ class Selection:
         wanted: only commits that it accepts; the others are passed over silently.
         skipped: called for each damaged commit.
         files: only shards that it accepts are fetched.
+        ranks: only the manifests with the files of these ranks are read, if they are found; empty: all.
         chosen: called with each commit that is about to be fetched, and the shards that will be.
     """
 
@@ -71,6 +74,7 @@ class Selection:
     wanted: Wanted | None = None
     skipped: Skipped | None = None
     files: Callable[[StoredShard], bool] | None = None
+    ranks: frozenset[int] = frozenset()
     chosen: Chosen | None = None
 
 
@@ -127,7 +131,9 @@ def restore(
 
     def restored(commit: Commit) -> RestoreResult | None:
         """None if the commit is not wanted."""
-        manifests, from_mirror = manifests_of(store, keys, commit, mirror)
+        if target.leaves_room and not selection.ranks and commit.nodes > catalog.MANIFEST_READS:
+            _expect_capacity(store, keys, commit, target)
+        manifests, from_mirror = manifests_of(store, keys, commit, mirror, selection.ranks)
         if selection.wanted is not None and not selection.wanted(commit.ref, health_of(manifests)):
             return None
         shards = merged(manifests)
@@ -174,6 +180,18 @@ def restore(
     raise nothing_found(keys, selection.step, skipped, is_fresh=is_fresh)
 
 
+def _expect_capacity(
+    store: ObjectStore, keys: RunKeys, commit: Commit, target: RestoreTarget
+) -> None:
+    """Fail before all manifests are read if the shards of all VMs are larger than the file system.
+
+    The parts of all VMs have about the same size.
+    """
+    with suppress(CorruptError):
+        first = catalog.load_node(store, keys, commit, 0)
+        target.expect_capacity(commit.nodes * first.size_bytes)
+
+
 def fetch(
     store: ObjectStore,
     keys: RunKeys,
@@ -191,32 +209,61 @@ def fetch(
         CorruptError: a chunk is missing or damaged in all places.
         StagingError, StoreError, Stopped: as :func:`restore`.
     """
-    shards = merged(manifests)
     refused = partial(catalog.refused, store, keys, ref.generation)
     reader = Reader(store, options, refused, mirror)
     with options.local(ref, wanted) as local:
         # The next checkpoints of this VM are as large as the largest share of a VM.
         set_bytes = max(manifest.size_bytes for manifest in manifests)
-        identity = identity_of(keys.run, ref, shards)
-        noted = target.begin(identity, shards, wanted, set_bytes=set_bytes)
+        identity = identity_of(keys.run, ref, manifests[0].nodes)
+        noted = target.begin(identity, wanted, set_bytes=set_bytes)
         done = reader.read(wanted, target=target, noted=noted, local=local)
     target.publish()
     return done
 
 
 def manifests_of(
-    store: ObjectStore, keys: RunKeys, commit: Commit, mirror: ObjectStore | None
+    store: ObjectStore,
+    keys: RunKeys,
+    commit: Commit,
+    mirror: ObjectStore | None,
+    ranks: frozenset[int] = frozenset(),
 ) -> tuple[tuple[Manifest, ...], list[str]]:
-    """The manifests of a commit, and what the mirror had of them.
+    """The manifests of a commit, or of these ranks if they are found, and what the mirror had of them.
 
     Raises:
-        CorruptError: the commit is incomplete or damaged.
+        CorruptError: the commit is incomplete, or a manifest that was read is damaged.
     """
     try:
+        if ranks and commit.is_complete and (found := _of_ranks(store, keys, commit, ranks)):
+            return found, []
         return whole(store, keys, commit), []
     except CorruptError as error:
         manifests = _manifests_of_mirror(mirror, keys, commit, error)
     return manifests, [f"manifest of {commit.ref}"]
+
+
+def _of_ranks(
+    store: ObjectStore, keys: RunKeys, commit: Commit, ranks: frozenset[int]
+) -> tuple[Manifest, ...]:
+    """The manifest of node 0, and those with the files of these ranks; empty if one of them is elsewhere.
+
+    Launchers number the ranks in the order of the VMs, and each VM but the last has equally many.
+    """
+    first = catalog.load_node(store, keys, commit, 0)
+    per_vm = max(1, len(_ranks_in(first)))
+    others = {rank // per_vm for rank in ranks} - {0}
+    if not others.issubset(commit.manifests):
+        return ()
+    of_others = {node: commit.manifests[node] for node in others}
+    rest = catalog.load(store, keys, replace(commit, manifests=of_others)) if others else ()
+    found = (first, *rest)
+    return found if ranks.issubset(chain.from_iterable(map(_ranks_in, found))) else ()
+
+
+def _ranks_in(manifest: Manifest) -> set[int]:
+    """The ranks whose own manifests are among the shards of this VM."""
+    paths = (shard.path for shard in manifest.shards if is_rank_manifest(shard.path))
+    return {rank_of_directory(path.removesuffix(".json")) for path in paths}
 
 
 def _manifests_of_mirror(
@@ -287,7 +334,7 @@ def merged(manifests: Sequence[Manifest]) -> list[StoredShard]:
         CorruptError: the manifests contradict each other.
     """
     by_path: dict[str, StoredShard] = {}
-    for shard in itertools.chain.from_iterable(manifest.shards for manifest in manifests):
+    for shard in chain.from_iterable(manifest.shards for manifest in manifests):
         other = by_path.setdefault(shard.path, shard)
         if other is not shard and bytes_of(other) != bytes_of(shard):
             raise CorruptError(f"two nodes have different files called {shard.path}")

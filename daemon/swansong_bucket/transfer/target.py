@@ -163,7 +163,6 @@ class RestoreTarget:
         self._journal_fd = -1
         self._is_locked = False
         self._has_chunks = False
-        self._numbers: dict[Chunk, int] = {}
         """The numbers of the chunks in the journal."""
         self._is_synced = True
         """Whether each file was synced after its last write; else the file system is."""
@@ -236,45 +235,41 @@ class RestoreTarget:
         self,
         identity: str,
         shards: Sequence[StoredShard],
-        wanted: Sequence[StoredShard],
         *,
         set_bytes: int,
     ) -> Noted:
-        """Prepare a place for each wanted shard, if there is enough space.
+        """Prepare a place for each of these shards, if there is enough space.
 
         Continues an interrupted restore of the same ``identity``, and removes all other partial
         directories of this destination, including one of this restore.
 
         Args:
             identity: of the restore, see :func:`journal.identity_of`.
-            shards: all shards of the commit.
-            wanted: those that are restored.
+            shards: those that are restored; other restores of the same commit may have others.
             set_bytes: size of one of the spare sets.
 
         Returns:
             The chunks that the journal names.  The caller must read them back and verify them.
         """
-        chunks = chunks_of(shards)
-        self._numbers = {chunk: number for number, chunk in enumerate(chunks)}
         with self._errors():
             if self._parent_fd < 0:
                 os.makedirs(self.destination.parent, exist_ok=True)
                 self._parent_fd = openat.open_directory(self.destination.parent)
             self._discard()
-            noted = self._take_over(identity, chunks)
+            noted = self._take_over(identity, chunks_of(shards))
             if not noted:
                 self._create()
             self._has_chunks = bool(noted)
             self._files_fd = self._open_or_make(self._partial_fd, _FILES, _WORKING_MODE)
             if noted:
-                self._remove_others({shard.path for shard in wanted})
-            self._check_space(wanted, set_bytes)
-            for shard in wanted:
+                self._remove_others({shard.path for shard in shards})
+            self._check_space(shards, set_bytes)
+            for shard in shards:
                 self._make_directories(shard.path)
                 if noted:  # a file of the interrupted restore may have any size
                     with self._open(shard.path) as fd:
                         os.ftruncate(fd, shard.size_bytes)
-            self._writing = {shard.path: threading.Lock() for shard in wanted}
+            self._writing = {shard.path: threading.Lock() for shard in shards}
             if noted:
                 self._journal_fd = _open_own(
                     _JOURNAL, _APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._partial_fd
@@ -285,6 +280,27 @@ class RestoreTarget:
                 )
                 os.write(self._journal_fd, journal.first_line(identity))
             return noted
+
+    @property
+    def leaves_room(self) -> bool:
+        """Whether it leaves room for further checkpoints: nothing waits for this restore."""
+        return self._spare_sets > 0
+
+    def expect_capacity(self, size_bytes: int) -> None:
+        """Check that the file system could have room for this many bytes if it were empty.
+
+        Raises:
+            NoRoom: it could not.
+        """
+        space = os.fstatvfs(self._parent_fd)
+        capacity_bytes = space.f_blocks * space.f_frsize
+        if size_bytes > capacity_bytes:
+            error = NoRoom(
+                f"{self.destination} needs about {size_bytes} bytes; its file system has {capacity_bytes}",
+                hint="Restore to another file system",
+            )
+            error.has_other_vms = True
+            raise error
 
     @contextmanager
     def file(self, path: str) -> Iterator[RestoredFile]:
@@ -301,7 +317,7 @@ class RestoreTarget:
         """Record that the bytes of this chunk are in their files."""
         with self._errors():
             # In one write, so that threads do not mix lines; the reader skips a torn line.
-            os.write(self._journal_fd, journal.line(self._numbers[chunk]))
+            os.write(self._journal_fd, journal.line(chunk))
         self._has_chunks = True
 
     def sync_at_publish(self) -> None:
@@ -558,7 +574,7 @@ def _journal(fd: int, identity: str, chunks: Sequence[Chunk]) -> Noted | None:
         data = openat.read_file(
             _JOURNAL,
             dir_fd=fd,
-            max_bytes=journal.max_bytes(chunks),
+            max_bytes=journal.BYTES_MAX,
             owners={os.geteuid()},
         )
     except OSError:

@@ -326,18 +326,23 @@ class Committer:
     # ------------------------------------------------------------------ earlier commits
 
     def _seed(self, newest: CommitRef) -> None:
-        """Note the stored shards of an earlier VM, to send them no second time.  Skipped when expedited."""
+        """Note the stored shards of an earlier VM, to send them no second time.  Skipped when expedited.
+
+        Reads one manifest: if each VM read all of them, the requests would grow with the square of the VMs.
+        """
         if self._is_expedited.is_set():
             return
         try:
             for found in catalog.list_commits(self._store, self._keys, newest):
                 if found.is_complete:
-                    manifests = catalog.load(self._store, self._keys, found)
-                    shards = [shard for made in manifests for shard in made.shards]
-                    self._known.seed(newest, shards)
-                    self._date(newest, manifests[0].created)
-                    if manifests[0].pace:
-                        self._post(PaceRead(manifests[0].pace))
+                    first = catalog.load_node(self._store, self._keys, found, 0)
+                    if (
+                        found.nodes == 1
+                    ):  # otherwise the download notes the shards of this VM's ranks
+                        self._known.seed(newest, first.shards)
+                    self._date(newest, first.created)
+                    if first.pace:
+                        self._post(PaceRead(first.pace))
         except SwansongError as error:
             _log.warning("newest_commit_not_read", commit=str(newest), error=error.line())
 

@@ -95,6 +95,8 @@ class Downloads:
         finally:
             self._end(download)
         self.from_mirror += len(result.from_mirror)
+        if not result.from_mirror:
+            self._context.fetched(result.ref, download.shards)
         here_bytes = result.reused_bytes + result.local_bytes
         self._context.post(DownloadEnded(result.size_bytes - here_bytes, here_bytes))
         if download.is_asked:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 import structlog
-from swansong.layout import is_rank_manifest
+from swansong.layout import is_rank_manifest, rank_of_directory
 from swansong_bucket.model import CommitRef, StoredShard
 from swansong_bucket.transfer.restore import RestoreResult, Selection
 
@@ -84,6 +84,13 @@ def selects(prefixes: frozenset[str], shard: StoredShard) -> bool:
     return "/" not in shard.path and shard.size_bytes <= COMMON_BYTES_MAX
 
 
+def ranks_of(prefixes: frozenset[str]) -> frozenset[int]:
+    """The ranks of these directories; empty if one of them is not the directory of a rank."""
+    names = (prefix[:-1] if prefix.endswith("/") else "" for prefix in prefixes)
+    ranks = frozenset(rank_of_directory(name) for name in names)
+    return frozenset() if -1 in ranks else ranks
+
+
 def covers(prefixes: frozenset[str], others: frozenset[str]) -> bool:
     """Whether the first wishes include the others."""
     if not prefixes or not others:
@@ -148,12 +155,21 @@ class Download:
         """The commits and the shards that the restore considers."""
         base, prefixes = self.base, self.wish.prefixes
         if base is None or base.result is None:
-            return replace(self.wish.selection(), files=lambda shard: selects(prefixes, shard))
-        before = base.prefixes
+            selection, here = self.wish.selection(), frozenset[str]()
+        else:
+            selection = Wish(ref=base.result.ref, choice=Choice.EXACT).selection()
+            here = base.paths
         return replace(
-            Wish(ref=base.result.ref, choice=Choice.EXACT).selection(),
-            files=lambda shard: selects(prefixes, shard) and not selects(before, shard),
+            selection,
+            files=lambda shard: selects(prefixes, shard) and shard.path not in here,
+            ranks=ranks_of(prefixes),
         )
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """The files of the finished directory."""
+        before = frozenset[str]() if self.base is None else self.base.paths
+        return before | {shard.path for shard in self.shards}
 
     def begin(self, ref: CommitRef, shards: Sequence[StoredShard]) -> None:
         """These shards of this commit are fetched."""

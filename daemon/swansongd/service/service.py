@@ -206,6 +206,7 @@ class Service:
             self._stop,
             post=self._post,
             mirror=self._storage.mirror,
+            fetched=self._storage.known.seed,
             claim_refusal=lambda: self._committer.refusal,
             rescan=self._observer.rescan,
         )

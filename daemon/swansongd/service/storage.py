@@ -135,7 +135,7 @@ class Storage:
         small_store = self._retrying(
             self.backend, lambda: limits.commit_give_up_mono_s(state(), time.monotonic())
         )
-        known = KnownChunks(
+        self.known = known = KnownChunks(
             staging.own,
             run=config.run.name,
             store_url=config.store.url,

@@ -137,7 +137,7 @@ def test_any_extents_reach_their_files_whatever_the_windows_are(
     options = ReadOptions(connections=2, progress=lambda *both: done.append(both))
     destination = tmp_path_factory.mktemp("any") / "to"
     with RestoreTarget(destination) as to:
-        to.begin("identity", shards, shards, set_bytes=0)
+        to.begin("identity", shards, set_bytes=0)
         Reader(store, options).read(shards, target=to)
         to.publish()
     assert tree(destination) == wanted
