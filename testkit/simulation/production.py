@@ -3,10 +3,12 @@
 
 A run has one VM after the other.  Each VM has a daemon, :class:`swansongd.service.service.Service` with all
 its threads, and a trainer with a guard of :func:`swansong.attach`.  Daemons and trainers are killed, store
-requests fail, replies are lost, notices arrive and VMs end.  A VM may also freeze and continue while the next
-one runs.  The store, the cloud and the training are simulated.
+requests fail, replies are lost, disks return errors, notices arrive and VMs end.  A VM may also freeze and
+continue while the next one runs.  The store, the cloud and the training are simulated.
 
-Not covered: several VMs in one job, several ranks, disk faults, inotify, and what needs real processes.
+A process that a disk error ends is started again, as by systemd and by the supervisor of the training.
+
+Not covered: several VMs in one job, several ranks, power cuts, inotify, and what needs real processes.
 
     python -m testkit.simulation.production FIRST COUNT [--stop]
 
@@ -35,6 +37,7 @@ if "SWANSONG_MUTANT" in os.environ:
     sys.meta_path.insert(0, core_mutants.Finder(mutants[number]))
 
 # ruff: noqa: E402
+import errno
 import faulthandler
 import hashlib
 import json
@@ -44,6 +47,7 @@ import signal
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -52,7 +56,8 @@ from typing import Any
 import structlog
 import swansong
 import swansong.guard
-from swansong_bucket.errors import Transient
+from swansong import RestoreError, openat
+from swansong_bucket.errors import SwansongError, Transient
 from swansong_bucket.format import wall
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.model import CommitRef, DeadlineQuality, Notice, Severity
@@ -61,6 +66,7 @@ from swansongd.config.config import parse
 from swansongd.core.events import NoticeRaised
 from swansongd.service import signal_reader, storage
 from swansongd.service.service import Service
+from swansongd.staging import prepare
 from swansongd.staging.observe import StagingObserver
 from swansongd.trainers import peers
 from swansongd.trainers.peers import Peer
@@ -72,6 +78,15 @@ from testkit.simulation.schedule import Schedule
 RUN = "run"
 FILES = ("weights.bin", "optimizer.bin")
 FILE_BYTES = 3000
+DISK_ERRORS = {
+    errno.EIO: {
+        *("open", "dup", "stat", "listdir", "scandir", "pread", "preadv"),
+        *("write", "pwrite", "fsync", "ftruncate", "rename", "mkdir", "unlink", "rmdir"),
+    },
+    errno.ENOSPC: {"open", "write", "pwrite", "fsync", "ftruncate", "mkdir"},
+    errno.EMFILE: {"open", "dup", "listdir", "scandir"},
+}
+"""The functions of :mod:`os` that fail with each error."""
 SEED_LIMIT_S = 60.0
 """Real time after which a seed counts as a hang.  It needs one second."""
 
@@ -98,15 +113,18 @@ class Training:
         for name in FILES:
             self.world.schedule.sleep(self.world.random.random() * 0.2)
             path = directory / name
-            path.write_bytes(content(self.line, self.step, name))
+            with openat.held(os.open(path, os.O_WRONLY | os.O_CREAT, 0o640)) as fd:
+                openat.write_all(fd, content(self.line, self.step, name))
             os.utime(path, (self.world.schedule.wall_s,) * 2)
 
     def load(self, directory: Path) -> None:
         for name in FILES:
-            data = (directory / name).read_bytes()
+            with openat.held(os.open(directory / name, os.O_RDONLY)) as fd:
+                data = os.pread(fd, 2 * FILE_BYTES, 0)
             line, step, _ = data.split(b":", 2)
             self.line, self.step = line.decode(), int(step)
-            assert data == content(self.line, self.step, name), f"a torn checkpoint: {name}"
+            if data != content(self.line, self.step, name):
+                self.world.problems.append(f"a torn checkpoint was loaded: {name} of {directory}")
 
 
 class Vm:
@@ -131,7 +149,8 @@ class Vm:
         )
         (self.directory / "staging").mkdir()
         self.daemons = self.trainers = 0
-        self.is_on = True
+        self.is_on, self.is_frozen = True, False
+        self.daemon_runs = self.trainer_runs = False
         self.service: Service | None = None
         self.guard: Any = None
         self.training: Training | None = None
@@ -140,20 +159,68 @@ class Vm:
         self.lifeline = -1
         """Writing end of a pipe that takes the place of the trainer's pidfd."""
         self.lifeline_read = -1
+        self.disk_error = 0
+        self.disk_error_share = 0.0
+        """Share of the calls that fail with ``disk_error`` ..."""
+        self.disk_good_at_s = 0.0
+        """... until this time."""
+
+    def spoil_disk(self, seconds: float) -> None:
+        random = self.world.random
+        self.disk_error = random.choice(sorted(DISK_ERRORS))
+        self.disk_error_share = random.choice([0.02, 0.3, 1.0])
+        self.disk_good_at_s = self.world.schedule.now_s + seconds
+
+    def fails(self, call: str, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        """Whether this call on a file in staging fails now."""
+        if self.world.schedule.now_s >= self.disk_good_at_s:
+            return False
+        if call not in DISK_ERRORS[self.disk_error]:
+            return False
+        if self.disk_error == errno.ENOSPC and call == "open" and not args[1] & os.O_CREAT:
+            return False
+        if self.world.random.random() >= self.disk_error_share:
+            return False
+        place = options.get("dir_fd") or options.get("src_dir_fd") or args[0]
+        path = os.readlink(f"/proc/self/fd/{place}") if isinstance(place, int) else os.fspath(place)
+        return path.startswith(str(self.directory / "staging"))
 
     # ------------------------------------------------------------ the daemon
 
     def start_daemon(self) -> None:
+        if self.daemon_runs:
+            return
+        self.daemon_runs = True
         self.daemons += 1
         self.world.schedule.start(
             self._serve, group=f"{self.name}-daemon-{self.daemons}", name="loop"
         )
 
     def _serve(self) -> None:
-        self.service = Service(self.config)
-        self.service.run()
+        try:
+            self.service = Service(self.config)
+            self.service.run()
+        except (OSError, SwansongError) as error:
+            self._restart("daemon", error, self.kill_daemon, self.start_daemon)
+
+    def _restart(
+        self, what: str, error: Exception, kill: Callable[[], None], start: Callable[[], None]
+    ) -> None:
+        """The current process ends with an error, and starts again."""
+        if not self.disk_good_at_s:
+            raise error
+        self.world.count(f"{what} ended by a disk error")
+
+        def restart() -> None:
+            kill()
+            self.world.schedule.sleep(1)
+            if self.is_on:
+                start()
+
+        self.world.schedule.start(restart, group=f"{self.name}-supervisor", name=what)
 
     def kill_daemon(self) -> None:
+        self.daemon_runs = False
         self.world.schedule.kill(f"{self.name}-daemon-{self.daemons}")
         service, self.service = self.service, None
         if service is None:
@@ -169,6 +236,9 @@ class Vm:
     # ------------------------------------------------------------ the trainer
 
     def start_trainer(self) -> None:
+        if self.trainer_runs:
+            return
+        self.trainer_runs = True
         self.trainers += 1
         self.lifeline_read, self.lifeline = os.pipe()
         self.world.schedule.start(
@@ -176,7 +246,15 @@ class Vm:
         )
 
     def _train(self) -> None:
+        try:
+            self._train_on()
+        except (OSError, RestoreError) as error:
+            self._restart("trainer", error, self.kill_trainer, self.start_trainer)
+
+    def _train_on(self) -> None:
         world = self.world
+        socket = self.directory / "s"
+        world.schedule.wait(lambda: os.path.lexists(socket), None)  # as swansong-ready@.service
         training = self.training = Training(world)
         with_every = world.random.choice([None, 5])
         guard = self.guard = swansong.attach(
@@ -196,12 +274,14 @@ class Vm:
             guard.step(training.step)
 
     def kill_trainer(self) -> None:
+        self.trainer_runs = False
         self.world.schedule.kill(f"{self.name}-trainer-{self.trainers}")
         self.training = self.floor = None
         guard, self.guard = self.guard, None
-        swansong.guard._guards.discard(guard)
-        if guard is not None and guard._session.channel._socket is not None:
-            guard._session.channel._socket.close()
+        if guard is not None:
+            swansong.guard._guards.discard(guard)
+            if guard._session.channel._socket is not None:
+                guard._session.channel._socket.close()
         if self.lifeline >= 0:
             os.close(self.lifeline)
             self.lifeline = -1
@@ -211,6 +291,16 @@ class Vm:
         self.kill_trainer()
         self.kill_daemon()
         shutil.rmtree(self.directory)
+
+
+class _Entries(list[Any]):
+    """The result of ``os.scandir``."""
+
+    def __enter__(self) -> _Entries:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 class World:
@@ -242,7 +332,7 @@ class World:
         self.problems: list[str] = []
         self.counts: dict[str, int] = {}
 
-    def _count(self, what: str) -> None:
+    def count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1
 
     # ------------------------------------------------------------ the store
@@ -250,15 +340,41 @@ class World:
     def _before(self, what: str, key: str) -> None:
         self.schedule.sleep(self.random.uniform(0.005, 0.1))
         if self.schedule.current.group != "world" and self.random.random() < self.fault_share:
-            self._count("store failed")
+            self.count("store failed")
             raise Transient(f"{what}: 503")
 
     def _after(self, what: str, key: str) -> None:
         self.creates += what in {"create", "put"}
         self.schedule.sleep(self.random.uniform(0.0, 0.05))
         if self.schedule.current.group != "world" and self.random.random() < self.fault_share / 2:
-            self._count("reply lost")
+            self.count("reply lost")
             raise Transient(f"{what}: the reply is lost")
+
+    # ------------------------------------------------------------ the disk
+
+    def on_disk(self, call: str) -> Callable[..., Any]:
+        """A function of :mod:`os` that may fail, and before which the thread may change."""
+        real = getattr(os, call)
+
+        def replaced(*args: Any, **options: Any) -> Any:
+            current = self.schedule.current
+            if schedule.active() is None or current.group == "world":
+                return real(*args, **options)
+            if call != "mkdir":  # the umask may be changed here
+                self.schedule.switch_at_lock()
+            vm = self.vm
+            if vm.fails(call, args, options):
+                self.count(f"disk: {errno.errorcode[vm.disk_error]}")
+                raise OSError(vm.disk_error, os.strerror(vm.disk_error))
+            result = real(*args, **options)
+            if call == "scandir":
+                result = _Entries(result)
+            if call in {"listdir", "scandir"}:
+                result.sort(key=lambda entry: getattr(entry, "name", entry))
+                self.random.shuffle(result)
+            return result
+
+        return replaced
 
     # ------------------------------------------------------------ what must hold
 
@@ -271,7 +387,7 @@ class World:
         self.steps[training.line] = training.step
 
     def resumed(self, line: str, step: int, vm: Vm) -> None:
-        self._count("resumed" if step else "began")
+        self.count("resumed" if step else "began")
         self.parents[f"{vm.name}-{vm.trainers}"] = (line, step)
         if step and self.steps.get(line, -1) < step:
             self.problems.append(
@@ -287,11 +403,11 @@ class World:
             place = {"at": round(self.schedule.now_s, 3), "of": self.schedule.current.group}
             print(json.dumps(place | event, default=str), file=sys.stderr)
         if event["event"] == "verdict":
-            self._count(str(event.get("verdict")))
+            self.count(str(event.get("verdict")))
             if event.get("verdict") == "SAFE":
                 self._judge(event)
         if event["event"].endswith("_fault"):
-            self.problems.append(f"{event}")
+            self.problems.append(f"{event}\n{traceback.format_exc()}")
 
     def _judge(self, event: dict[str, Any]) -> None:
         """Check a verdict SAFE: a new reader must find that state, which is not older than the notice."""
@@ -356,8 +472,9 @@ class World:
     # ------------------------------------------------------------ what happens
 
     def run(self) -> None:
-        for number in range(self.random.choice([1, 2, 3])):
-            self._live(self._boot(number))
+        vms = self.random.choice([1, 2, 3])
+        for number in range(vms):
+            self._live(self._boot(number), may_stay=number == vms - 1)
         self._calm_end()
         if self.store.overwritten:
             self.problems.append(f"written again with other bytes: {self.store.overwritten}")
@@ -366,8 +483,10 @@ class World:
         vm = self.vms[f"vm{number}"] = Vm(self, number)
         return vm
 
-    def _live(self, vm: Vm) -> None:
+    def _live(self, vm: Vm, *, may_stay: bool) -> None:
         self.fault_share = self.random.choice([0.0, 0.0, 0.03, 0.2])
+        if self.random.random() < 0.15:
+            vm.spoil_disk(self.random.uniform(0, 10))
         vm.start_daemon()
         self.schedule.sleep(self.random.uniform(0, 3))
         vm.start_trainer()
@@ -376,6 +495,8 @@ class World:
             self.schedule.sleep(self.random.expovariate(1 / 4))
             self._disturb(vm)
         self.schedule.sleep(self.random.uniform(0, 10))
+        if may_stay and self.random.random() < 0.3:
+            return
         deadline_s = self.random.choice([4.0, 12.0, 12.0, 25.0, 25.0, 110.0])
         if self.random.random() < 0.8 and self._notice(vm, deadline_s):
             for _ in range(self.random.choice([0, 0, 1, 2])):
@@ -386,10 +507,11 @@ class World:
                 self.random.uniform(*(0, 3) if is_early else (deadline_s / 2, deadline_s))
             )
         if self.random.random() < 0.3:
-            self._count("VM frozen")
+            self.count("VM frozen")
+            vm.is_frozen = True
             self.schedule.freeze(vm.name + "-")
         else:
-            self._count("power off")
+            self.count("power off")
             vm.power_off()
 
     def _thaw(self, newer: Vm) -> None:
@@ -398,31 +520,39 @@ class World:
                 self.schedule.sleep(self.random.uniform(0, 20))
                 self.schedule.freeze(vm.name + "-", is_frozen=False)
                 if self.random.random() < 0.5:
-                    self._count("overtaken VM starts its trainer again")
+                    self.count("overtaken VM starts its trainer again")
                     vm.kill_trainer()
                     vm.start_trainer()
                 self.schedule.sleep(self.random.uniform(0, 20))
                 vm.power_off()
 
     def _calm_end(self) -> None:
-        """Without faults, a last VM resumes, and a notice ends SAFE."""
+        """Without faults, a notice ends SAFE on the VM that had them, and on a last one that resumes."""
         self.fault_share = 0.0
+        for vm in [vm for vm in self.vms.values() if vm.is_on]:
+            vm.disk_good_at_s = min(vm.disk_good_at_s, self.schedule.now_s)
+            if not vm.is_frozen:
+                self.schedule.sleep(30)
+                self._expect_safe(vm)
         vm = self._boot(9)
         vm.start_daemon()
         self.schedule.sleep(1)
         vm.start_trainer()
         self._thaw(vm)
         self.schedule.sleep(10)
+        self._expect_safe(vm)
+
+    def _expect_safe(self, vm: Vm) -> None:
         before = self.counts.get("SAFE", 0)
         self._notice(vm, 110.0)
         if not self.schedule.wait(lambda: self.counts.get("SAFE", 0) > before, 60):
-            self.problems.append("without faults, a notice did not end SAFE")
+            self.problems.append(f"without faults, a notice on {vm.name} did not end SAFE")
         vm.power_off()
 
     def _notice(self, vm: Vm, seconds: float) -> bool:
         if vm.service is None:
             return False
-        self._count("notice")
+        self.count("notice")
         if vm.training is not None and vm.training.line:
             vm.floor = vm.training.step - 1  # the call of guard.step with the newest may be ahead
         vm.service._post(
@@ -441,20 +571,22 @@ class World:
         return True
 
     def _disturb(self, vm: Vm) -> None:
-        what = self.random.choice(["daemon", "trainer", "both", "outage", "nothing"])
+        what = self.random.choice(["daemon", "trainer", "both", "outage", "disk", "nothing"])
         if self.random.random() < 0.5:  # during the reply to a create
             created = self.creates
             self.schedule.wait(lambda: self.creates > created, 10)
         if what == "outage":
-            self._count("store outage")
+            self.count("store outage")
             before, self.fault_share = self.fault_share, 1.0
             self.schedule.sleep(self.random.uniform(0, 15))
             self.fault_share = before
+        if what == "disk":
+            vm.spoil_disk(self.random.uniform(0, 15))
         if what in {"daemon", "both"}:
-            self._count("daemon killed")
+            self.count("daemon killed")
             vm.kill_daemon()
         if what in {"trainer", "both"}:
-            self._count("trainer killed")
+            self.count("trainer killed")
             vm.kill_trainer()
         self.schedule.sleep(self.random.uniform(0, 2))
         if what in {"daemon", "both"}:
@@ -478,6 +610,9 @@ def _patch(world: World) -> None:
     def process_start(peer: Peer) -> int:
         return 0 if select.select([peer.pidfd], [], [], 0)[0] else 1000 + world.vm.trainers
 
+    for call in set().union(*DISK_ERRORS.values()):
+        setattr(os, call, world.on_disk(call))
+    prepare._lock = lambda *_: None  # a killed daemon may leave its descriptor open
     peers.identify = identify
     peers.process_start = process_start
     signal_reader.handle = lambda *_: None

@@ -625,6 +625,18 @@ def test_a_staging_directory_that_cannot_be_used_is_reported(
     assert "training continues without checkpoints" in caplog.text
 
 
+def test_a_staging_directory_that_becomes_usable_is_used(
+    daemon: FakeDaemon, attach: Attach
+) -> None:
+    """A disk that fails while the trainer connects does not cost all later checkpoints."""
+    staging, aside = daemon.staging, daemon.staging.with_name("aside")
+    staging.rename(aside)
+    guard = attach({})
+    daemon.wait_for(Failed)
+    aside.rename(staging)
+    until(lambda: guard.save(1), what="a save")
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_the_users_interrupt_passes(
     daemon: FakeDaemon, attach: Attach, error: type[BaseException]

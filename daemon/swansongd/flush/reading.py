@@ -8,7 +8,6 @@ files meanwhile, and the disk is read once.
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import threading
@@ -27,8 +26,6 @@ from swansongd.flush.layout import Piece
 from swansongd.staging import scan
 
 T = TypeVar("T")
-
-_OUT_OF_MEANS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 class Cancelled(Exception):
@@ -142,7 +139,6 @@ def within_means(opening: Callable[[], T]) -> T:
     try:
         return opening()
     except StagingError as error:
-        cause = error.__cause__
-        if isinstance(cause, OSError) and cause.errno in _OUT_OF_MEANS:
+        if scan.is_out_of_means(error):
             raise Transient(str(error), hint="raise LimitNOFILE= of the unit") from error
         raise

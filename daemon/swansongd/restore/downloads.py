@@ -20,7 +20,7 @@ from dataclasses import replace
 import structlog
 from swansong import openat
 from swansong.layout import RESTORED_DIRECTORY, sealed_name
-from swansong_bucket.errors import StagingError, Stopped
+from swansong_bucket.errors import Stopped
 from swansong_bucket.model import CommitRef, StoredShard
 from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.stores.wrappers.retry import Retrying
@@ -34,7 +34,7 @@ from swansongd.restore.context import RestoreContext
 from swansongd.restore.local_files import LocalFiles
 from swansongd.restore.verified import VerifiedShards
 from swansongd.restore.wish import Download, Wish
-from swansongd.staging.prepare import RunDirectory, open_restored
+from swansongd.staging.prepare import RunDirectory, explained, open_restored
 
 BUDGET_S = 100.0
 """Time for retries of the store before a download fails."""
@@ -266,13 +266,9 @@ def _is_there(download: Download) -> bool:
 
 
 def _opened_restored(run: RunDirectory) -> int:
-    try:
+    hint = "let the daemon's user own the staging directory of the run"
+    with explained(run.path / RESTORED_DIRECTORY, hint):
         return open_restored(run.fd)
-    except OSError as error:
-        raise StagingError(
-            f"{run.path / RESTORED_DIRECTORY} cannot be used: {error.strerror}",
-            hint="let the daemon's user own the staging directory of the run",
-        ) from error
 
 
 def _remove(names: Sequence[str], parent_fd: int) -> None:

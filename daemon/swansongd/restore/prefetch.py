@@ -27,6 +27,7 @@ from swansongd.observe.status import PrefetchState, PrefetchStatus
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.downloads import Downloads
 from swansongd.restore.wish import Download, Wish
+from swansongd.staging.prepare import explained
 
 _LOOK_INTERVAL_S = 0.2
 _RETRY_S_FIRST = 0.5
@@ -96,7 +97,8 @@ class Prefetch:
         while not self._is_over():
             wait_s = _LOOK_INTERVAL_S
             try:
-                self._fetch_newest()
+                with explained(self._context.run.path, "check the disk of staging"):
+                    self._fetch_newest()
                 retry_s = _RETRY_S_FIRST
             except Stopped:
                 pass  # the daemon stops, a trainer wants another commit, or the prefetch is over

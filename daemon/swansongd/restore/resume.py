@@ -46,6 +46,7 @@ from swansongd.observe.status import STORE_HEALTH
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.downloads import BUDGET_S, Downloads
 from swansongd.restore.wish import Choice, Wish, union
+from swansongd.staging.prepare import explained
 from swansongd.trainers.admission import Reply
 
 QUERIES_MAX = 1024
@@ -159,7 +160,8 @@ class Resume:
             if ticket is None:
                 return
             try:
-                answer = replace(self._find(ticket), query_id=ticket.query.query_id)
+                with explained(self._context.run.path, "check the disk of staging"):
+                    answer = replace(self._find(ticket), query_id=ticket.query.query_id)
             except Transient as error:
                 answer = Restored(ticket.query.query_id, error=self._unreachable(error))
             except SwansongError as error:

@@ -111,16 +111,16 @@ def prepare(staging: Path, run: str) -> RunDirectory:
     except BoundsError as error:
         raise StagingError(str(error)) from None
     path = staging / run
-    with _explained(staging, "create or mount it, or change staging.path"):
+    with explained(staging, "create or mount it, or change staging.path"):
         # The operator configured the path, so it may be a link to the disk for staging.
         staging_fd = openat.open_directory(os.path.realpath(staging))
     try:
-        with _explained(path, "let the daemon's user write to the staging directory"):
+        with explained(path, "let the daemon's user write to the staging directory"):
             run_fd = _open_run(staging_fd, run)
     finally:
         os.close(staging_fd)
     try:
-        with _explained(path, "let the daemon's user write there"):
+        with explained(path, "let the daemon's user write there"):
             own_fd = open_own(run_fd, OWN_DIRECTORY, 0o700)
             try:
                 _lock(own_fd, path)
@@ -272,7 +272,8 @@ def _probe(own_fd: int, path: Path) -> None:
 
 
 @contextmanager
-def _explained(path: Path, hint: str) -> Iterator[None]:
+def explained(path: Path, hint: str) -> Iterator[None]:
+    """Raise a StagingError in place of an OSError."""
     try:
         yield
     except OSError as error:

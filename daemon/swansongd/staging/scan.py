@@ -26,6 +26,7 @@ OWN_DIRECTORY = ".swansongd"
 DIRECTORIES_MAX = FILES_MAX
 _REMOVING_SUFFIX = ".removing"
 _ASIDE_SUFFIX = ".aside"
+_OUT_OF_MEANS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFIFO: "a FIFO",
@@ -182,6 +183,12 @@ def _staged(path: str, facts: os.stat_result) -> StagedFile:
     )
 
 
+def is_out_of_means(error: StagingError) -> bool:
+    """Whether no file descriptor or no memory was left; the file may be good."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in _OUT_OF_MEANS
+
+
 class SetDirectory:
     """The open directory of a set.
 
@@ -303,8 +310,13 @@ def set_aside(run_directory: int | Path, directory: str) -> None:
 
 
 def sets_aside(own_fd: int) -> dict[str, str]:
-    """The sets that were moved aside: their names in the daemon's own directory, and their former names."""
-    names = (name for name in os.listdir(own_fd) if name.endswith(_ASIDE_SUFFIX))
+    """The sets that were moved aside: their names in the daemon's own directory, and their former names.
+
+    Empty if the directory cannot be read: a restore then fetches their bytes.
+    """
+    names: list[str] = []
+    with suppress(OSError):
+        names = [name for name in os.listdir(own_fd) if name.endswith(_ASIDE_SUFFIX)]
     return {name: name.removesuffix(_ASIDE_SUFFIX).rpartition(".")[0] for name in names}
 
 

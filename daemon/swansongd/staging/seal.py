@@ -240,9 +240,11 @@ class Scanner:
         try:
             found = self._examine(run_fd, name, layout, scan_mono_s)
         except StagingError as error:
-            # A file was removed during the scan: the next scan lists the entry again.
-            is_changing = isinstance(error.__cause__, FileNotFoundError)
-            outcome = None if is_changing else error.line()
+            # A file was removed during the scan, or no descriptor was left: the set may be sound.
+            is_passing = isinstance(error.__cause__, FileNotFoundError) or scan.is_out_of_means(
+                error
+            )
+            outcome = None if is_passing else error.line()
             found = _EntryState(None, self._monotonic(), scan_mono_s, outcome)
         except Exception as error:  # one set must not hide the others
             reason = f"cannot be examined: {type(error).__name__}"
@@ -256,7 +258,7 @@ class Scanner:
         """The current state of an entry.
 
         Raises:
-            StagingError: its listing failed, so there is no state to reuse.
+            StagingError: the file system returned an error, so there is no state to reuse.
         """
         now_mono_s = self._monotonic()
         files = scan.listing(run_fd, name, self._allowed_uids)
@@ -276,7 +278,7 @@ class Scanner:
             adopted = replace(_adopted(name, layout, files), begun_mono_s=begun_mono_s)
             return replace(seen, outcome=adopted)
         except StagingError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
+            if isinstance(error.__cause__, OSError):
                 raise
             return replace(seen, outcome=error.line())
 
@@ -509,7 +511,7 @@ def _read_manifest(run_fd: int, directory: str, file: StagedFile) -> RankManifes
         try:
             manifest = RankManifest.decode(stream.read(file.size_bytes))
         except (OSError, ProtocolError) as error:
-            raise StagingError(f"{file.path}: {error}") from None
+            raise StagingError(f"{file.path}: {error}") from error
     rank = manifest.rank
     if file.path not in (rank_manifest_name(rank), rank_begun_name(rank)):
         raise StagingError(f"{file.path} is the manifest of rank {manifest.rank}")

@@ -169,3 +169,9 @@ def test_a_name_that_leads_elsewhere_is_not_copied(
     result = vm.fetch(ref)
     assert committed.tree(result.path) == vm.content
     assert vm.store.given_bytes == 5120
+
+
+def test_a_directory_that_cannot_be_read_has_no_candidates() -> None:
+    """The sets that were set aside are hints: without them a restore fetches their bytes."""
+    with open(os.devnull) as no_directory:
+        assert scan.sets_aside(no_directory.fileno()) == {}

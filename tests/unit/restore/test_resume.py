@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -20,6 +21,7 @@ from swansong_bucket.runs.signing import signed
 from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.stores.file.store import FileStore
 from swansongd.core.events import Event, RolledBack
+from swansongd.restore import downloads
 from swansongd.restore import resume as resume_module
 from swansongd.restore.resume import BUDGET_S
 
@@ -190,6 +192,20 @@ def test_a_missing_store_is_an_error_and_not_a_fresh_run(vm: Vm) -> None:
     answer = vm.answer()
     assert answer.path == ""
     assert "does not exist" in answer.error
+
+
+def test_a_disk_error_is_an_answer(vm: Vm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the directory, and the next query gets the checkpoint."""
+    vm.commit(100)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(downloads, "interrupted", fail)
+        error = vm.answer().error
+    assert error.startswith(f"{vm.context.run.path} cannot be used: Too many open files"), error
+    assert vm.answer().step == 100
 
 
 def test_earlier_downloads_are_removed(vm: Vm) -> None:

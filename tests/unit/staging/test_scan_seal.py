@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import shutil
@@ -20,6 +21,7 @@ import pytest
 from swansong import layout
 from swansong._checkpoint.staging import finish, write_checkpoint
 from swansong.layout import FileEntry, RankManifest
+from swansong_bucket.errors import StagingError
 from swansong_bucket.model import CheckpointId, CheckpointKind, Staged, StagedFile
 from swansongd.core.events import Scanned
 from swansongd.staging import scan, seal
@@ -77,6 +79,23 @@ def test_a_sealed_set_needs_no_time_to_settle(run: Path, scanner: Scanner, clock
     assert found.markers == {"rank-00000/.metadata"}
     assert len(found.files) == 5
     assert not scanner.is_settling
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
+def test_an_error_of_the_system_does_not_void_a_set(
+    run: Path, scanner: Scanner, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """A set whose manifest cannot be read is examined again; a lack of descriptors rejects no set."""
+    write_set(run)
+
+    def fail(*_: object) -> int:
+        raise StagingError("cannot be opened") from OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scan, "open_file", fail)
+        scanned = scanner.scan()
+    assert (scanned.staged, bool(scanned.rejected)) == ((), code == errno.EIO)
+    assert len(scanner.scan().staged) == 1
 
 
 @pytest.mark.fault("T03")

@@ -72,7 +72,11 @@ class DaemonSession:
         self.ranks = ranks
         self.run = options.run
         self.staging: str | None = None
-        """Staging directory of the run; None before the welcome and after the end."""
+        """Staging directory of the run; None before the welcome, after the end, and while it is unusable."""
+        self._offered: str | None = None
+        """The staging directory that the daemon named last."""
+        self._trouble = ""
+        """The reason why it cannot be used."""
         self.is_signed = False
         """Whether the checkpoints that the daemon restores are signed."""
         self.naming_secret = ""
@@ -95,7 +99,7 @@ class DaemonSession:
             hello=self.hello,
             connected=self._connected,
             handle=self._handle,
-            tick=tick,
+            tick=self._ticked,
         )
         self._tick = tick
         self.start = TrainingStart(ranks, self.channel.send, path)
@@ -129,7 +133,7 @@ class DaemonSession:
 
     def end(self, reason: str) -> None:
         """Disconnect from the daemon, and leave the job of the ranks."""
-        self.staging = None
+        self.staging = self._offered = None
         self.redone.end()
         if self._rounds is not None:
             self._rounds.close()
@@ -137,6 +141,10 @@ class DaemonSession:
         self.channel.close(Bye(reason))
 
     # ------------------------------------------------------------ background thread
+
+    def _ticked(self) -> None:
+        self._use_offered()
+        self._tick()
 
     def _answer(self, message: Message) -> object:
         rounds = self._rounds
@@ -212,28 +220,36 @@ class DaemonSession:
         self.redone.resend()
         if self._rounds is not None:
             self._rounds.start()
-        if self.staging == welcome.staging:
+        self._offered, self._trouble = welcome.staging, ""
+        self._use_offered()
+
+    def _use_offered(self) -> None:
+        """Use the staging directory that the daemon named; each tick tries again what failed."""
+        staging = self._offered
+        if staging is None or self.staging == staging:
             return
-        if not os.access(welcome.staging, os.R_OK | os.W_OK | os.X_OK):
+        if not os.access(staging, os.R_OK | os.W_OK | os.X_OK):
             self._cannot_save(
-                f"cannot write to {welcome.staging}: it is missing, or this user has no permission; add this"
+                f"cannot write to {staging}: it is missing, or this user has no permission; add this"
                 " user to the group that owns it (see ls -ld) and log in again"
             )
             return
         try:
-            os.close(openat.open_absolute(welcome.staging, owners=self.channel.trusted_uids))
+            os.close(openat.open_absolute(staging, owners=self.channel.trusted_uids))
+            remove_leftovers(staging, self.ranks.rank)
         except OSError as error:
             self._cannot_save(
                 f"cannot use the staging directory: {error}; it must be an absolute path to a directory that"
                 " root, this user or the daemon's user owns"
             )
             return
-        remove_leftovers(welcome.staging, self.ranks.rank)
-        self.staging = welcome.staging
+        self.staging = staging
 
     def _cannot_save(self, reason: str) -> None:
-        log.warning("%s; training continues without checkpoints", reason)
-        self.channel.send(Failed("", int(self.agreement.step), reason))
+        if reason != self._trouble:
+            self._trouble = reason
+            log.warning("%s; training continues without checkpoints", reason)
+            self.channel.send(Failed("", int(self.agreement.step), reason))
 
 
 def _place(commit: Committed) -> tuple[int, int, bool]:
