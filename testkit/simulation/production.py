@@ -77,7 +77,11 @@ from testkit.simulation.schedule import Schedule
 
 RUN = "run"
 FILES = ("weights.bin", "optimizer.bin")
+CONSTANT = "vocabulary.txt"
+"""A file that is the same in all checkpoints."""
 FILE_BYTES = 3000
+SHORT_SHARE = 0.05
+"""Share of the calls that read or write fewer bytes than they could."""
 DISK_ERRORS = {
     errno.EIO: {
         *("open", "dup", "stat", "listdir", "scandir", "pread", "preadv"),
@@ -92,11 +96,13 @@ SEED_LIMIT_S = 60.0
 
 
 def content(line: str, step: int, name: str) -> bytes:
-    """The bytes of a file of a checkpoint.  Each block depends on the line and the step.
+    """The bytes of a file of a checkpoint.  Each block depends on the line and the step, or is constant.
 
     Args:
         line: one start of the training, with its VM.
     """
+    if name == CONSTANT:
+        line, step = "", 0
     word = hashlib.sha256(f"{line}:{step}:{name}".encode()).digest()
     return (f"{line}:{step}:".encode() + word * (FILE_BYTES // len(word)))[:FILE_BYTES]
 
@@ -110,7 +116,7 @@ class Training:
     step: int = 0
 
     def save(self, directory: Path) -> None:
-        for name in FILES:
+        for name in (*FILES, CONSTANT):
             self.world.schedule.sleep(self.world.random.random() * 0.2)
             path = directory / name
             with openat.held(os.open(path, os.O_WRONLY | os.O_CREAT, 0o640)) as fd:
@@ -118,11 +124,12 @@ class Training:
             os.utime(path, (self.world.schedule.wall_s,) * 2)
 
     def load(self, directory: Path) -> None:
-        for name in FILES:
+        for name in (*FILES, CONSTANT):
             with openat.held(os.open(directory / name, os.O_RDONLY)) as fd:
                 data = os.pread(fd, 2 * FILE_BYTES, 0)
-            line, step, _ = data.split(b":", 2)
-            self.line, self.step = line.decode(), int(step)
+            if name in FILES:
+                line, step, _ = data.split(b":", 2)
+                self.line, self.step = line.decode(), int(step)
             if data != content(self.line, self.step, name):
                 self.world.problems.append(f"a torn checkpoint was loaded: {name} of {directory}")
 
@@ -293,6 +300,13 @@ class Vm:
         shutil.rmtree(self.directory)
 
 
+def _short(data: Any) -> Any:
+    """The first half of some bytes, or of the only buffer in a list."""
+    if isinstance(data, list):
+        return [_short(memoryview(data[0]))]
+    return data[: max(1, len(data) // 2)]
+
+
 class _Entries(list[Any]):
     """The result of ``os.scandir``."""
 
@@ -366,6 +380,8 @@ class World:
             if vm.fails(call, args, options):
                 self.count(f"disk: {errno.errorcode[vm.disk_error]}")
                 raise OSError(vm.disk_error, os.strerror(vm.disk_error))
+            if call in {"write", "pwrite", "preadv"} and self.random.random() < SHORT_SHARE:
+                args = (args[0], _short(args[1]), *args[2:])
             result = real(*args, **options)
             if call == "scandir":
                 result = _Entries(result)
@@ -455,14 +471,15 @@ class World:
         manifests = catalog.load(store, keys, newest)
         stored = {shard.path: shard for made in manifests for shard in made.shards}
         lines = set()
-        for name in FILES:
+        for name in (*FILES, CONSTANT):
             (shard,) = [s for path, s in stored.items() if path.endswith(name)]
             data = b"".join(
                 self.store.objects[e.chunk.key][e.offset_bytes : e.offset_bytes + e.size_bytes]
                 for e in shard.extents
             )
             line, step, _ = data.split(b":", 2)
-            lines.add((line.decode(), int(step)))
+            if name in FILES:
+                lines.add((line.decode(), int(step)))
             if data != content(line.decode(), int(step), name):
                 self.problems.append(f"torn bytes of {name} in {newest}")
         if len(lines) != 1:
