@@ -270,9 +270,11 @@ class Vm:
             socket=str(self.directory / "s"),
             every_steps=with_every,
         )
+        with world.schedule.outside():
+            before = world.read_back()
         restored = guard.restore()
-        world.resumed(training.line, restored, self)
-        training.line = f"{self.name}-{self.trainers}"
+        world.resumed(training.line, restored, self, before)
+        training.line = f"{self.name}-{self.trainers:03}"
         training.step = restored
         while True:
             world.schedule.sleep(world.random.uniform(0.05, 0.4))
@@ -402,12 +404,17 @@ class World:
     def trained(self, training: Training) -> None:
         self.steps[training.line] = training.step
 
-    def resumed(self, line: str, step: int, vm: Vm) -> None:
+    def resumed(self, line: str, step: int, vm: Vm, before: tuple[str, int]) -> None:
+        """Check a resume: its state is not older than the newest commit ``before`` the trainer asked."""
         self.count("resumed" if step else "began")
-        self.parents[f"{vm.name}-{vm.trainers}"] = (line, step)
+        self.parents[f"{vm.name}-{vm.trainers:03}"] = (line, step)
         if step and self.steps.get(line, -1) < step:
             self.problems.append(
                 f"{vm.name} resumed from step {step} of {line}, which never existed"
+            )
+        if before[1] and not self._continues(line, step, *before):
+            self.problems.append(
+                f"{vm.name} resumed from step {step} of {line}, but {before} was committed"
             )
         if step < self.promised:
             self.problems.append(
@@ -434,7 +441,8 @@ class World:
         said = f"SAFE for generation {said_generation} step {said_step}"
         is_exact = newest == CommitRef(said_generation, said_step) and step == said_step
         is_overtaken = newest is not None and newest.generation > said_generation
-        if not is_exact and not (is_overtaken and self._continues(line, step, said_step)):
+        own = f"{self.vm.name}-"
+        if not is_exact and not (is_overtaken and self._continues(line, step, own, said_step)):
             self.problems.append(f"{said}, but the newest is {newest} with step {step} of {line}")
         if self.steps.get(line, -1) < step:
             self.problems.append(f"{said}, but step {step} of {line} never existed")
@@ -443,13 +451,13 @@ class World:
             self.problems.append(f"{said}, but training was at step {floor} at the notice")
         self.promised = max(self.promised, said_step)
 
-    def _continues(self, line: str, step: int, said_step: int) -> bool:
-        """Whether a line has resumed from this step of the current VM, or from a later one."""
-        while not line.startswith(f"{self.vm.name}-"):
+    def _continues(self, line: str, step: int, earlier: str, earlier_step: int) -> bool:
+        """Whether a line has resumed from this step of an earlier one, or of a VM, or from a later step."""
+        while not line.startswith(earlier):
             if line not in self.parents:
                 return False
             line, step = self.parents[line]
-        return step >= said_step
+        return step >= earlier_step
 
     def newest(self) -> CommitRef | None:
         found = commit.newest_whole(self._calm(), RunKeys(RUN))
@@ -523,7 +531,8 @@ class World:
             self.schedule.sleep(
                 self.random.uniform(*(0, 3) if is_early else (deadline_s / 2, deadline_s))
             )
-        if self.random.random() < 0.3:
+        # The first start on a VM would take the run over: the latest start wins.
+        if vm.training is not None and vm.training.line and self.random.random() < 0.3:
             self.count("VM frozen")
             vm.is_frozen = True
             self.schedule.freeze(vm.name + "-")

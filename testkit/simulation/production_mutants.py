@@ -27,8 +27,33 @@ MUTANTS = (
            "        self._left = len(missing) - 1"),
     Mutant("swansongd.flush.sender", "        offset += piece.size_bytes\n", ""),
     Mutant("swansongd.core.proof", "return newest.step >= position.step", "return True"),
+    Mutant("swansongd.flush.sender", "            end += piece.size_bytes\n", ""),
+    Mutant("swansongd.flush.sender",
+           "                    self._note(flush, {piece: extent})\n                    continue",
+           "                    self._note(flush, {piece: Extent(extent.chunk, 0, extent.size_bytes)})\n"
+           "                    continue"),
+    Mutant("swansongd.flush.reading", "        done += count\n", "        done = len(window)\n"),
+    Mutant("swansongd.flush.queue", "                self._left -= 1\n", "                self._left -= 2\n"),
+    Mutant("swansongd.flush.committer",
+           "            self._post(CommitFailed(request.flush_id, error.line(), conflict=False))\n",
+           "            self._post(CommitDone(request.flush_id, manifest.ref))\n"),
+    Mutant("swansongd.restore.resume", "return self.start_id == start_id and is_there",
+           "return is_there"),
+    Mutant("swansong_bucket.transfer.target",
+           "done += os.pwrite(self._fd, data[done:], offset + done)",
+           "done += max(data.nbytes, os.pwrite(self._fd, data[done:], offset + done))"),
+    Mutant("swansong.openat",
+           "    left = memoryview(data)\n    while left:\n        left = left[os.write(fd, left) :]",
+           "    os.write(fd, data)"),
+    Mutant("swansong._checkpoint.saver",
+           "            if (last.manifest.step, last.manifest.start_id) != (step, start_id):\n"
+           "                return False",
+           "            if False:\n                return False"),
+    Mutant("swansongd.trainers.translate",
+           "TrainerAccepted(connection, message.request_id, message.step)",
+           "TrainerAccepted(connection, message.request_id, max(-1, message.step - 3))"),
 )  # fmt: skip
-"""Numbered from 0."""
+"""Numbered from 0.  Each is found within 20 seeds."""
 NOT_FOUND = (
     # A frozen VM must continue just before this check of a set that its next VM has not resumed from.
     Mutant("swansong_bucket.runs.commit",
@@ -53,8 +78,25 @@ NOT_FOUND = (
     # A restarted trainer on an overtaken VM must still have a sealed set in staging.
     Mutant("swansongd.core.resume",
            "    if best is None or (newest is not None and best[0] < newest):", "    if best is None:"),
+    # Two VMs must claim at the same instant.
+    Mutant("swansong_bucket.runs.commit",
+           "            store.put(key, data, if_absent=True)\n        except Exists:\n            winner = ",
+           "            store.put(key, data)\n        except Exists:\n            winner = "),
+    # One start seals no two sets of one step.
+    Mutant("swansong_bucket.runs.commit",
+           "        if not _is_ours(store, key, manifest):\n            raise\n", ""),
+    # All files are smaller than a window of the download.
+    Mutant("swansong_bucket.transfer.reader",
+           "offset = place.offset_bytes + start - place.at_bytes", "offset = place.offset_bytes"),
+    # The target of a single rank is its next step.
+    Mutant("swansong._ranks.agreement", "        if step < active.target:\n            return None",
+           "        if False:\n            return None"),
+    # No power cut tears a sealed set.
+    Mutant("swansong._checkpoint.staging",
+           "    manifest = dataclasses.replace(manifest, files=files)\n", ""),
+    Mutant("swansongd.staging.seal", "        if found != entry.size_bytes:", "        if False:"),
 )  # fmt: skip
-"""Numbered after the others.  They survive 15 seeds."""
+"""Numbered after the others.  They survive 8 seeds."""
 
 
 def finds(number: int, seeds: int) -> str:

@@ -18,6 +18,7 @@ import pytest
 FIRST = int(os.environ.get("SWANSONG_SEED", "0"))
 SEEDS = int(os.environ.get("SWANSONG_PRODUCTION_SEEDS", "12"))
 WANTED = {"SAFE", "resumed", "daemon killed", "trainer killed", "reply lost", "VM frozen"}
+WANTED |= {"disk: EIO", "disk: ENOSPC", "disk: EMFILE"}
 
 
 def run(first: int, count: int, **environment: str) -> list[str]:
