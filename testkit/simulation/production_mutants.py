@@ -34,9 +34,6 @@ MUTANTS = (
            "                    continue"),
     Mutant("swansongd.flush.reading", "        done += count\n", "        done = len(window)\n"),
     Mutant("swansongd.flush.queue", "                self._left -= 1\n", "                self._left -= 2\n"),
-    Mutant("swansongd.flush.committer",
-           "            self._post(CommitFailed(request.flush_id, error.line(), conflict=False))\n",
-           "            self._post(CommitDone(request.flush_id, manifest.ref))\n"),
     Mutant("swansongd.restore.resume", "return self.start_id == start_id and is_there",
            "return is_there"),
     Mutant("swansong_bucket.transfer.target",
@@ -85,6 +82,10 @@ NOT_FOUND = (
     # One start seals no two sets of one step.
     Mutant("swansong_bucket.runs.commit",
            "        if not _is_ours(store, key, manifest):\n            raise\n", ""),
+    # Requests are retried until the deadline: an outage must outlast it.
+    Mutant("swansongd.flush.committer",
+           "            self._post(CommitFailed(request.flush_id, error.line(), conflict=False))\n",
+           "            self._post(CommitDone(request.flush_id, manifest.ref))\n"),
     # All files are smaller than a window of the download.
     Mutant("swansong_bucket.transfer.reader",
            "offset = place.offset_bytes + start - place.at_bytes", "offset = place.offset_bytes"),
