@@ -336,9 +336,7 @@ class Committer:
             for found in catalog.list_commits(self._store, self._keys, newest):
                 if found.is_complete:
                     first = catalog.load_node(self._store, self._keys, found, 0)
-                    if (
-                        found.nodes == 1
-                    ):  # otherwise the download notes the shards of this VM's ranks
+                    if found.nodes == 1:  # else the download notes the shards of this VM's ranks
                         self._known.seed(newest, first.shards)
                     self._date(newest, first.created)
                     if first.pace:
