@@ -163,7 +163,6 @@ class RestoreTarget:
         self._journal_fd = -1
         self._is_locked = False
         self._has_chunks = False
-        """The numbers of the chunks in the journal."""
         self._is_synced = True
         """Whether each file was synced after its last write; else the file system is."""
         self._directories: set[tuple[str, ...]] = set()
