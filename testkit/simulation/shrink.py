@@ -35,7 +35,7 @@ _ID_BITS = 32
 
 
 class _Draws(random.Random):
-    """A generator that notes its draws, or replays those of a script."""
+    """A generator that notes its draws, or takes them from a script."""
 
     script: Script | None = None
     made: dict[Choice, float]

@@ -323,7 +323,7 @@ def _repaired_manifest(
 
 
 def _copied(outcome: RepairOutcome, store: ObjectStore, data: bytes) -> None:
-    """Replace the object by that of the mirror."""
+    """Replace the object by these bytes from the mirror."""
     outcome.size_bytes = len(data)
     store.put(outcome.key, data)
     outcome.origin = "mirror"

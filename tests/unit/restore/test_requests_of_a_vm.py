@@ -91,8 +91,10 @@ def newest(store: Counted) -> catalog.Commit:
 
 @pytest.mark.parametrize("vms", [4, 16, 64])
 def test_the_reads_of_one_vm_do_not_grow_with_the_number_of_vms(tmp_path: Path, vms: int) -> None:
-    """Its daemon reads a sample for the health of the GPUs, one manifest for the dates of the newest commit,
-    one for the history, and for the restore those of node 0 and of its own ranks."""
+    """Its daemon reads a sample for the health of the GPUs, and one manifest each for dates and history.
+
+    The restore reads two: of node 0, and of its own ranks.
+    """
     store = store_of(tmp_path / "bucket", vms)
     own = tmp_path / "own"
     own.mkdir()
