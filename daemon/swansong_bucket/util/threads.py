@@ -92,11 +92,11 @@ def parallel(
         try:
             while not halt.is_set():
                 with lock:
-                    if stop is not None and stop.is_set():
-                        raise Stopped("stopped before it was done")
                     task: Any = next(left, _NO_TASK)
                 if task is _NO_TASK:
                     return
+                if stop is not None and stop.is_set():
+                    raise Stopped("stopped before it was done")
                 function(task)
                 if progress is not None:
                     with lock:

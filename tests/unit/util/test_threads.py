@@ -67,8 +67,8 @@ def test_after_the_first_error_no_task_begins_and_no_thread_is_left() -> None:
     assert len(begun) <= 4
 
 
-def test_a_stop_raises_stopped() -> None:
-    """The caller must not take the tasks for done."""
+def test_a_stop_raises_stopped_unless_all_tasks_are_done() -> None:
+    """The caller must not take the tasks for done, nor do them again."""
     stop = threading.Event()
     done: list[int] = []
 
@@ -79,6 +79,9 @@ def test_a_stop_raises_stopped() -> None:
     with pytest.raises(Stopped):
         parallel(range(10), work, threads=1, stop=stop)
     assert done == [0]
+    stop.clear()
+    parallel([7], work, threads=1, stop=stop)
+    assert done == [0, 7]
 
 
 @pytest.mark.fault("H07")
