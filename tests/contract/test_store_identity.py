@@ -116,6 +116,15 @@ except Permanent as error:
 """
 
 
+@pytest.mark.fault("O25")
+def test_a_file_in_place_of_a_directory(tmp_path: Path) -> None:
+    """A path through a file is refused with its name: no call takes the objects for missing."""
+    (tmp_path / "file").touch()
+    for root in (tmp_path / "file", tmp_path / "file" / "store"):
+        hint = refused(FileStore(f"file://{root}"), tmp_path, f"^{root}, or a name in")
+        assert hint == "Set store.url to a directory"
+
+
 @needs_root
 @pytest.mark.fault("O25")
 def test_the_kernel_gives_the_numbers_of_a_file_system_to_the_next_one(tmp_path: Path) -> None:

@@ -66,7 +66,8 @@ class Tree:
 
         Raises:
             NotFound: the root does not exist, and the id of the store is not known.
-            Permanent: other users may write to the root, or it is not on the file system of the store.
+            Permanent: the root is not a directory, other users may write to it, or it is not on the file
+                system of the store.
             Transient: the root was mounted at this moment.
             OSError: a directory does not exist or cannot be created, or is a link or a file.
         """
@@ -108,6 +109,11 @@ class Tree:
                 f"the directory {self.root} does not exist",
                 hint="Mount its file system.  For a new store, create the directory: "
                 f"`install -d -m 0700 -o swansong {self.root}`",
+            ) from None
+        except NotADirectoryError:  # readers would conclude that the object is missing
+            raise Permanent(
+                f"{self.root}, or a name in this path, is not a directory",
+                hint="Set store.url to a directory",
             ) from None
 
     # ------------------------------------------------------------ identity
