@@ -157,6 +157,8 @@ def test_a_mirror_that_is_away_is_retried(rig: Rig) -> None:
         until(lambda: rig.mirroring.status().lag.seconds > 0, what="a growing lag")
         rig.mirror.before = lambda *_: None
         rig.until_state(MirrorState.OK)
+        # The log has a state a moment after the status.
+        until(lambda: "mirror_recovered" in [each["event"] for each in logs], what="the log")
     assert rig.steps() == [100]
     assert [each["event"] for each in logs if each["event"].startswith("mirror_")] == [
         "mirror_failing",
