@@ -82,9 +82,16 @@ demo: $(STAMP)  ## show a preemption live: notice, save, flush, commit, power of
 	@$(BIN)/python -m demo --store $(STORE) --cloud $(CLOUD) --signal $(SIGNAL) $(if $(HANDOVER),--handover) $(if $(MIRROR),--mirror)
 
 WORKERS ?= 6
+ELSEWHERE := --ignore=tests/vm --ignore=tests/gpu --ignore=tests/system/nspawn --ignore=tests/hooks_jax --ignore=tests/hooks_frameworks --ignore=tests/hooks_ray
+COMPILED := $(VENV)/.tests-compiled
 
-test: $(STAMP)  ## run all tests, with WORKERS=6 for two cores, except those of whole machines and GPUs
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --ignore=tests/vm --ignore=tests/gpu --ignore=tests/system/nspawn --ignore=tests/hooks_jax --ignore=tests/hooks_frameworks --ignore=tests/hooks_ray $(PYTEST_ARGS)
+# The workers of pytest start at the same time, so each would compile all tests: here they are compiled once.
+$(COMPILED): $(STAMP)
+	-@$(BIN)/python -m pytest --collect-only --quiet $(ELSEWHERE) >/dev/null
+	@touch $@
+
+test: $(COMPILED)  ## run all tests, with WORKERS=6 for two cores, except those of whole machines and GPUs
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ELSEWHERE) $(PYTEST_ARGS)
 
 test-quick: $(STAMP)  ## run the unit tests of the daemon and its tools (one minute)
 	$(BIN)/python -m pytest -n 4 --dist worksteal tests/unit $(addprefix --ignore=tests/unit/,hooks project report) $(PYTEST_ARGS)
