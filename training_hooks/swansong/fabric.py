@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import swansong
+from swansong.state import RandomSource
 from swansong.torch import TrainingState
 
 try:
@@ -109,4 +110,4 @@ def _unwrap_loader(item: Any) -> Any:
 
 
 def _is_object(item: Any) -> bool:
-    return any(hasattr(item, name) for name in ("load_state_dict", "set_state", "bit_generator"))
+    return hasattr(item, "load_state_dict") or RandomSource.of(item) is not None

@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import logging
 import os
 import sys
 import threading
@@ -31,6 +30,7 @@ from swansong._checkpoint.survivors import Divisible, save_without_lost_ranks
 from swansong._daemon.channel import HAS_DAEMON, TICK_S, WATCHFUL_TICK_S, socket_path
 from swansong._daemon.progress import PauseWatch, Reporter
 from swansong._daemon.session import DaemonSession, GuardOptions
+from swansong._log import log
 from swansong._ranks.agreement import Due, Ranks, SaveRequest
 from swansong._ranks.environment import PositionError
 from swansong._ranks.job_store import warn_about_shared_store
@@ -55,9 +55,6 @@ ROLLBACKS = 3
 """Default number of rollbacks in a row that return to no newer step."""
 UNRECORDED_STEPS = 1000
 """Without a daemon, steps between two looks for one."""
-
-
-log = logging.getLogger("swansong")
 
 
 def attach(
@@ -340,9 +337,9 @@ class Guard:
         elif not self._closed and self._session.channel.is_connected():
             with self._loading():
                 manifest, generation = self._load_newest()
-        elif self._session.refusal:
+        elif self._session.start.refusal:
             # A checkpoint may exist, and another process may already train from it.
-            raise RestoreError(f"the daemon refuses this process: {self._session.refusal}")
+            raise RestoreError(f"the daemon refuses this process: {self._session.start.refusal}")
         elif not self._closed and self._session.rendezvous is not None:
             self._session.rendezvous.announce_absence()
         if manifest is None and self._agreement.step < 0:
@@ -462,7 +459,7 @@ class Guard:
     @property
     def run(self) -> str:
         """Name of the run: that of :func:`attach`, or else the daemon's; empty if neither is known."""
-        return self._session.run
+        return self._session.welcome.run
 
     @property
     def rank(self) -> int:
@@ -546,7 +543,7 @@ class Guard:
     def _snapshot(self) -> Callable[[Path], object]:
         # Otherwise the daemon would take one rank's part for the whole state.
         check_ranks(self._ranks)
-        self._state.takes_code = self._session.is_signed
+        self._state.takes_code = self._session.welcome.is_signed
         return self._state.snapshot()
 
     def _boundary(self, step: int) -> None:
@@ -567,7 +564,7 @@ class Guard:
             self._agreement.plan_periodic(step)
             return False
         purpose = due.request_id or due.kind
-        nonce = self._ranks.nonce(start_id, step, purpose, self._session.naming_secret)
+        nonce = self._ranks.nonce(start_id, step, purpose, self._session.welcome.naming_secret)
         manifest = self._manifest(due, step, start_id)
         is_taken = self._saver.save(self._agreement, staging, nonce, due, manifest)
         is_end = self._finished_at == step
@@ -601,7 +598,7 @@ class Guard:
         return self._load(answer, time.monotonic() - begun_mono_s, reads), answer.generation
 
     def _load(self, answer: Restored, fetch_s: float, reads: Collection[int] = ()) -> RankManifest:
-        self._state.takes_code = self._session.is_signed
+        self._state.takes_code = self._session.welcome.is_signed
         return load_checkpoint(
             answer.path,
             self._ranks,
@@ -678,7 +675,7 @@ class Guard:
 
     def _manifest(self, due: Due, step: int, start_id: str) -> RankManifest:
         return RankManifest(
-            run=self._session.run,
+            run=self._session.welcome.run,
             step=step,
             kind=due.kind,
             files=[],
@@ -707,7 +704,7 @@ class Guard:
                 own_s=self._state.own_s,
             )
         self._redone.tick()
-        self._pauses.tick(step, self._polls, self._session.grace_s)
+        self._pauses.tick(step, self._polls, self._session.welcome.grace_s)
         # The daemon records a resume with its first new step, and the power may be cut right after it.
         is_watchful = self._reporter.awaits_step
         self._session.channel.tick_s = WATCHFUL_TICK_S if is_watchful else TICK_S
@@ -769,7 +766,7 @@ class Guard:
                     self._manifest(due, step, start_id),
                     self._agreement,
                     staging=staging,
-                    secret=self._session.naming_secret,
+                    secret=self._session.welcome.naming_secret,
                 )
 
     def _end(self, reason: str) -> None:
@@ -798,7 +795,7 @@ class Guard:
             self._termination.forked()
         self._session.channel.close_in_child()
         # At the fork, a thread that is lost now may have held the locks of the old one.
-        options = dataclasses.replace(self._options, run=self._session.run)
+        options = dataclasses.replace(self._options, run=self._session.welcome.run)
         self._use(DaemonSession(self._ranks, options, self._tick))
 
 

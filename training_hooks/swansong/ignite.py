@@ -16,7 +16,6 @@ A checkpoint contains the same state as :class:`swansong.torch.TrainingState`, a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,11 +26,10 @@ from ignite.handlers import ParamScheduler
 from ignite.metrics import Metric
 
 import swansong
+from swansong._log import log
 from swansong.torch import ResumableLoader, TrainingState
 
 __all__ = ["attach"]
-
-log = logging.getLogger("swansong")
 
 
 def attach(

@@ -15,7 +15,6 @@ nothing.
 
 from __future__ import annotations
 
-import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 import swansong
 from swansong._lightning import pl
 from swansong._lightning.state import LightningState
+from swansong._log import log
 
 __all__ = ["SwansongCallback"]
 
@@ -32,8 +32,6 @@ _STRATEGIES = (
     pl.strategies.ModelParallelStrategy,
 )
 _TUNERS = (pl.callbacks.BatchSizeFinder, pl.callbacks.LearningRateFinder)
-
-log = logging.getLogger("swansong")
 
 
 class SwansongCallback(pl.Callback):  # type: ignore[misc]

@@ -22,7 +22,6 @@ blocks.  The job must have one process for all devices of one VM; several proces
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import shutil
@@ -35,6 +34,7 @@ from typing import Any
 import jax
 
 import swansong
+from swansong._log import log
 from swansong.state import Snapshots
 
 __all__ = ["SavePolicy"]
@@ -44,8 +44,6 @@ FINISH_LIMIT_S = 600.0
 _POLL_S = 0.02
 _COPY_BYTES = 2**30
 _STEP_NAME = re.compile(r"(?:[^.]*_)?([0-9]+)")
-
-log = logging.getLogger("swansong")
 
 
 class SavePolicy(Snapshots):

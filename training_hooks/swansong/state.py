@@ -12,17 +12,19 @@ import base64
 import contextlib
 import inspect
 import json
-import logging
 import os
 import random
 import re
 import struct
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from swansong._log import log
 from swansong._ranks.agreement import Ranks
 
 FORMAT = 1
@@ -34,8 +36,6 @@ _WAY_OUT = "keep it out of the state, turn it into arrays and plain values, or g
 _PLAIN_MAX = 64
 """A longer tuple in the state of a generator consists of words of 32 bits."""
 _TORCH = "pass the objects of PyTorch in a swansong.torch.TrainingState"
-
-log = logging.getLogger("swansong")
 
 
 def save_tree(directory: str | os.PathLike[str], tree: object, name: str = INDEX) -> None:
@@ -421,14 +421,6 @@ def unpack(tree: Any) -> Any:
     return {key: unpack(item) for key, item in tree.items()}
 
 
-def has_bit_generator(item: Any) -> bool:
-    """Whether it is a numpy ``Generator``, or has a ``bit_generator`` as that does.
-
-    ``hasattr()`` is also true for objects whose ``__getattr__`` accepts any name, such as ignite's metrics.
-    """
-    return inspect.getattr_static(item, "bit_generator", None) is not None
-
-
 @contextlib.contextmanager
 def trying(action: str, name: str, item: Any) -> Iterator[None]:
     """Name the object in an error.
@@ -468,6 +460,31 @@ class Container:
             raise ValueError("the saved array has another shape or type")
 
 
+@dataclass(frozen=True)
+class RandomSource:
+    """A generator of the script, with the methods of all other objects of a state."""
+
+    item: Any
+    state_dict: Callable[[], Any]
+    load_state_dict: Callable[[Any], object]
+
+    @classmethod
+    def of(cls, item: Any) -> RandomSource | None:
+        """Return the source for a generator of ``random``, torch or numpy; None for another object."""
+        numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+        if isinstance(item, random.Random):
+            return cls(item, item.getstate, item.setstate)
+        if torch is not None and isinstance(item, torch.Generator):
+            return cls(item, item.get_state, item.set_state)
+        if numpy is not None and isinstance(item, numpy.random.RandomState):
+            return cls(item, partial(item.get_state, legacy=False), item.set_state)
+        # hasattr() is also true for objects whose __getattr__ accepts any name, such as ignite's metrics.
+        if inspect.getattr_static(item, "bit_generator", None) is None:
+            return None
+        bits = item.bit_generator
+        return cls(item, lambda: bits.state, partial(setattr, bits, "state"))
+
+
 def _filled(target: Any, value: Any) -> Any:
     """Put a restored value into ``target`` if possible; return the value that now stands there.
 
@@ -499,14 +516,20 @@ def _is_array(item: Any) -> bool:
 
 
 def by_name(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the objects of a state; a dict, a list, an array or a tensor becomes a :class:`Container`."""
+    """Return the objects of a state, all with ``state_dict()`` that can have one.
+
+    A dict, a list, an array or a tensor becomes a :class:`Container`, a generator a :class:`RandomSource`.
+    """
     for name in state:
         if not isinstance(name, str):
             raise TypeError(f"state= has the key {name!r}; names must be strings")
-    return {
-        name: Container(item) if type(item) in (dict, list) or _is_array(item) else item
-        for name, item in state.items()
-    }
+    return {name: _stateful(item) for name, item in state.items()}
+
+
+def _stateful(item: Any) -> Any:
+    if type(item) in (dict, list) or _is_array(item):
+        return Container(item)
+    return RandomSource.of(item) or item
 
 
 class Bundle(Snapshots):
@@ -514,7 +537,7 @@ class Bundle(Snapshots):
 
     Args:
         objects: by name, anything with ``state_dict()`` and ``load_state_dict()``; a dict, a list or an array
-            that is restored in its place; or a numpy ``Generator`` (anything with a ``bit_generator``).
+            that is restored in its place; or a generator of ``random`` or numpy.
 
     Raises:
         TypeError: an object has another type.
@@ -523,8 +546,7 @@ class Bundle(Snapshots):
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self._objects = by_name(objects)
         for name, item in self._objects.items():
-            stateful = hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
-            if not stateful and not has_bit_generator(item):
+            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
                 raise TypeError(
                     f"state[{name!r}] is a {type(item).__qualname__}; it needs state_dict() and"
                     " load_state_dict(), or must be a dict, a list or an array; or give attach() save="
@@ -543,16 +565,12 @@ class Bundle(Snapshots):
         """
         for name, item in self._objects.items():
             with trying("save", name, item):
-                encode_tree(self._state_of(name), f"state[{name!r}]", _Arrays("").check)
+                encode_tree(item.state_dict(), f"state[{name!r}]", _Arrays("").check)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write all objects and the global random generators."""
-        states = {name: self._state_of(name) for name in self._objects}
+        states = {name: item.state_dict() for name, item in self._objects.items()}
         save_tree(directory, {"objects": states, "random": pack(take_generators())})
-
-    def _state_of(self, name: str) -> Any:
-        item = self._objects[name]
-        return item.state_dict() if hasattr(item, "state_dict") else item.bit_generator.state
 
     def load(self, directory: str | os.PathLike[str]) -> None:
         """Load all objects and the global random generators.
@@ -565,10 +583,7 @@ class Bundle(Snapshots):
         states, generators = tree["objects"], tree["random"]
         check_names(states.keys(), self._objects.keys())
         for name, item in self._objects.items():
-            if hasattr(item, "load_state_dict"):
-                item.load_state_dict(states[name])
-            else:
-                item.bit_generator.state = states[name]
+            item.load_state_dict(states[name])
         # Last, because loading the objects may draw random numbers.
         set_generators(unpack(generators))
 

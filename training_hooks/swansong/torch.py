@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import logging
 import random
 import re
 import sys
@@ -35,6 +34,7 @@ from typing import Any
 import torch
 
 from swansong._checkpoint.survivors import Divisible
+from swansong._log import log
 from swansong._ranks.agreement import Ranks
 from swansong._torch.arena import Arenas, TensorPiece, check_headers
 from swansong._torch.arrivals import ArrivedTensors
@@ -44,7 +44,6 @@ from swansong._torch.collector import Collector
 from swansong._torch.compile_cache import ARCHIVE, CompileCache, requested_cache
 from swansong._torch.digests import of_step, of_weights
 from swansong._torch.end_of_loop import EndOfLoop
-from swansong._torch.generators import is_generator
 from swansong._torch.index import FORMAT, INDEX, encode_index
 from swansong._torch.kinds import ddp_modules, gpus_of, modules_of, of_kind, optimizers_of
 from swansong._torch.last_boundary import LastBoundary
@@ -60,8 +59,6 @@ from swansong._torch.objects import (
     is_node_of_optimizer,
     param_of,
     params_of,
-    set_state,
-    state_of,
     take_module,
     take_optimizer,
 )
@@ -99,8 +96,6 @@ REST_LIMIT_S = 2.0
 """Longest wait for the training loop to block, before a save without lost ranks."""
 _GENERATORS, _VALUES = "generators", "values"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
-
-log = logging.getLogger("swansong")
 
 
 class TrainingState(Divisible):
@@ -174,7 +169,7 @@ class TrainingState(Divisible):
                     f"{name} is a {type(item).__qualname__} of DeepSpeed, whose state no rank can save alone;"
                     " use DistributedDataParallel or fully_shard"
                 )
-            if not is_generator(item) and not hasattr(item, "load_state_dict"):
+            if not hasattr(item, "load_state_dict"):
                 raise TypeError(
                     f"{name} is a {type(item).__qualname__}, without state_dict() and load_state_dict():"
                     " wrap it in a class that has both, or use a list, dict or array"
@@ -485,7 +480,7 @@ class TrainingState(Divisible):
                     objects[name] = take_optimizer(state, params, collector)
                     collectors.append(collector)
                 else:
-                    state = earlier[name] if name in earlier else state_of(item)
+                    state = earlier[name] if name in earlier else item.state_dict()
                     objects[name] = others.encode(state, name)
         values = earlier.get(_VALUES, self.values)
         objects[_VALUES] = others.encode(values, _VALUES, may_be_sharded=False)
@@ -591,9 +586,9 @@ class TrainingState(Divisible):
                 if isinstance(item, ResumableLoader):
                     # Its generators and its last batch belong to another rank.
                     state = {**state, "resume_with": None, "checksum": None}
-                set_state(item, state)
+                item.load_state_dict(state)
             else:
-                set_state(item, decode_tree(nodes[name], get))
+                item.load_state_dict(decode_tree(nodes[name], get))
         self.values.clear()
         self.values.update(decode_tree(nodes[_VALUES], get))
         # Last, because loading the objects may draw random numbers.

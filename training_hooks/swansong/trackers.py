@@ -15,7 +15,6 @@ Only rank 0 opens a tracker; the trackers of other ranks do nothing.
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import re
 import threading
@@ -24,6 +23,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from swansong._log import log
 from swansong._offline_wandb import last_step
 from swansong.guard import Guard
 
@@ -32,8 +32,6 @@ RUN_TAG = "swansong.run"
 PREEMPTING_TAG = "swansong.preempting_at"
 """Tag of an MLflow run: UTC of the last request for an emergency checkpoint."""
 _WANDB_ID_CHARS_MAX = 128
-
-log = logging.getLogger("swansong")
 
 
 class Tracker:

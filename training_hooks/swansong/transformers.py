@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +37,7 @@ from transformers.trainer_utils import has_length
 
 import swansong
 from swansong._checkpoint.redone import digests_of_generators
+from swansong._log import log
 from swansong._torch.parts import JointDirectory
 from swansong.state import set_generators, take_generators
 
@@ -52,8 +52,6 @@ _ROUNDING = 1e-9
 """Added to the Trainer's epoch, a float that is a little below a whole number where one begins."""
 _REPEATED = ("grad_norm", "epoch", "ignore_keys_for_eval", "learning_rate")
 """Arguments of the Trainer's method that logs, evaluates and saves, which a resumed start needs again."""
-
-log = logging.getLogger("swansong")
 
 
 class SwansongCallback(TrainerCallback):  # type: ignore[misc]

@@ -12,13 +12,12 @@ import sys
 import time
 from collections.abc import Callable
 
+from swansong._log import log
 from swansong.protocol import CHECK_ENV
 
 STEPS = 5
 """Steps before the kill, and after it, if the variable is 1."""
 _LOOK_S = 0.5
-
-log = logging.getLogger("swansong")
 
 
 def check_command(world_size: int, is_over: Callable[[], bool]) -> None:

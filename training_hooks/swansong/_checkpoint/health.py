@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from swansong._log import log
+
 SPIKE = 20.0
 """Default distance of a limit from the usual losses, in their deviations."""
 MIN, MAX = -sys.float_info.max, sys.float_info.max
@@ -27,8 +29,6 @@ _IN_A_ROW = 5
 The rule follows ``KillLossSpike`` of LLM Foundry, which stops at the fifth loss in a row that is above twice
 the mean of the last hundred.
 """
-
-log = logging.getLogger("swansong")
 
 
 class LossMonitor:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 from collections.abc import Collection
@@ -12,11 +11,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from swansong import layout, openat
+from swansong._log import log
 from swansong._ranks.agreement import Ranks
 from swansong.layout import RankManifest
 from swansong.state import Arrivals, Snapshots
-
-log = logging.getLogger("swansong")
 
 
 class RestoreError(Exception):

@@ -23,6 +23,7 @@ from itertools import takewhile
 from typing import Any
 
 from swansong import bounds
+from swansong._log import log
 from swansong.protocol import Compared, Digested, Message, Redone, RedoneQuery
 from swansong.state import Snapshots, pack, take_generators
 
@@ -36,8 +37,6 @@ CLOSE = 1e-3
 BUDGET = 0.01
 """Share of the training time that digests of the weights may take."""
 PAGE = "docs/trainers/checks.md#redone-steps"
-
-log = logging.getLogger("swansong")
 
 
 def digest(*contents: bytes) -> str:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import threading
@@ -14,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from swansong._checkpoint.load import RestoreError, lacks
+from swansong._log import log
 from swansong._ranks.choice import Choice, Outcome, RestoreChoice
 from swansong._ranks.start import TrainingStart
 from swansong.protocol import (
@@ -35,8 +35,6 @@ CONFIRM_EVERY_S = 0.02
 
 REPORT_EVERY_S = 5.0
 """Time between two lines about the progress of a restore."""
-
-log = logging.getLogger("swansong")
 
 
 class DamagedError(RestoreError):

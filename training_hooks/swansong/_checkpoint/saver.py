@@ -7,7 +7,6 @@ A state that cannot be copied is written in the thread of the training loop inst
 from __future__ import annotations
 
 import dataclasses
-import logging
 import queue
 import threading
 import time
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from swansong._checkpoint.staging import write_checkpoint
+from swansong._log import log
 from swansong._ranks.agreement import Agreement, Due
 from swansong.layout import RankManifest
 from swansong.protocol import Failed, Sealed
@@ -27,8 +27,6 @@ COPY_PATIENCE_S = 60.0
 CLOSE_PATIENCE_S = 60.0
 """Longest wait of a trainer that ends for its copies to be written."""
 _HARMLESS = (KeyboardInterrupt, SystemExit, GeneratorExit)
-
-log = logging.getLogger("swansong")
 
 
 @dataclass

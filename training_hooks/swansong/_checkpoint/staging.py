@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import logging
 import os
 import secrets
 import stat
@@ -30,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swansong import bounds, layout, openat
+from swansong._log import log
 from swansong._ranks.job_store import STORE_PREFIX
 from swansong.layout import FileEntry, RankManifest
 from swansong.openat import UnsafeFileError, closed_on_error, held
@@ -41,8 +41,6 @@ _WRITING_MODE = stat.S_ISGID | 0o700
 _MODE_WITH_ACL = stat.S_ISGID | 0o770
 """With an ACL the group bits are its mask.  The daemon has ``rwx`` by its own entry, and the group
 nothing."""
-
-log = logging.getLogger("swansong")
 
 
 @dataclass(frozen=True)

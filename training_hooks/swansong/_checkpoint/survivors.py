@@ -8,11 +8,11 @@ gaps, and it is whole when they have all written.  The field ``without_ranks`` n
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
 
 from swansong._checkpoint.saver import Saver
+from swansong._log import log
 from swansong._ranks.agreement import Agreement, Due, Ranks
 from swansong._ranks.job_store import STORE_PREFIX, first_line, open_job_store, open_vm_store
 from swansong._ranks.survivors import Survivors, agree, named
@@ -23,8 +23,6 @@ from swansong.state import Snapshots
 CONNECT_LIMIT_S = 5.0
 """Longest wait for the job's store, which may have ended with a lost VM."""
 _NAMES_MAX = 5
-
-log = logging.getLogger("swansong")
 
 
 class Divisible(Snapshots):

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from swansong import protocol
 from swansong._daemon.trust import StrangerError, check_listener
+from swansong._log import log
 from swansong.fields import ProtocolError
 from swansong.protocol import Message
 
@@ -32,8 +33,6 @@ TICK_S = 1.0
 WATCHFUL_TICK_S = 0.1
 LOG_INTERVAL_S = 60.0
 """Shortest time between two log lines of one kind."""
-
-log = logging.getLogger("swansong")
 
 
 class Channel:

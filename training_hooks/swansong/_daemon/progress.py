@@ -6,7 +6,6 @@ Also warns about pauses in which no request could be served.
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -14,12 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 from swansong._checkpoint.saver import SaveCost
+from swansong._log import log
 from swansong._ranks.start import TrainingStart
 from swansong.protocol import Message, Progress
 
 INTERVAL_S = 1.0
-
-log = logging.getLogger("swansong")
 
 
 class Reporter:

@@ -8,7 +8,6 @@ resulting state.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from swansong._checkpoint.redone import RedoneSteps
 from swansong._checkpoint.restore import RestoreClient
 from swansong._checkpoint.staging import remove_leftovers
 from swansong._daemon.channel import Channel, socket_path
+from swansong._log import log
 from swansong._ranks.agreement import Agreement, Ranks
 from swansong._ranks.choice import RestoreChoice
 from swansong._ranks.rendezvous import Rendezvous
@@ -44,8 +44,6 @@ from swansong.protocol import (
     Withdrawn,
 )
 
-log = logging.getLogger("swansong")
-
 
 @dataclass(frozen=True)
 class GuardOptions:
@@ -70,22 +68,13 @@ class DaemonSession:
 
     def __init__(self, ranks: Ranks, options: GuardOptions, tick: Callable[[], None]) -> None:
         self.ranks = ranks
-        self.run = options.run
+        self.welcome = Welcome(options.run, staging="")
+        """The daemon's last answer to Hello; before the first one, and after the end, without ``staging``."""
         self.staging: str | None = None
         """Staging directory of the run; None before the welcome, after the end, and while it is unusable."""
-        self._offered: str | None = None
-        """The staging directory that the daemon named last."""
         self._trouble = ""
-        """The reason why it cannot be used."""
-        self.is_signed = False
-        """Whether the checkpoints that the daemon restores are signed."""
-        self.naming_secret = ""
-        """Part of the names of sets, so that other users cannot compute them; the same for all ranks."""
-        self.grace_s = 0.0
-        """Shortest grace period to expect, in seconds; 0 if unknown."""
+        """The reason why the directory that the daemon has named cannot be used."""
         self.is_fenced = False
-        self.refusal = ""
-        """Reason of the daemon's last refusal; empty after a welcome."""
         self.last_committed: Committed | None = None
         capabilities = {
             "periodic": options.every_steps is None and options.every_s is None,
@@ -119,7 +108,7 @@ class DaemonSession:
         """Return the first message of each connection: identity and progress of this rank."""
         fields = {**dataclasses.asdict(self.ranks), **self.start.fields()}
         return Hello(
-            run=self.run,
+            run=self.welcome.run,
             step=int(self.agreement.step),
             capabilities=list(self._capabilities),
             **fields,
@@ -133,7 +122,7 @@ class DaemonSession:
 
     def end(self, reason: str) -> None:
         """Disconnect from the daemon, and leave the job of the ranks."""
-        self.staging = self._offered = None
+        self.staging, self.welcome = None, dataclasses.replace(self.welcome, staging="")
         self.redone.end()
         if self._rounds is not None:
             self._rounds.close()
@@ -143,7 +132,7 @@ class DaemonSession:
     # ------------------------------------------------------------ background thread
 
     def _ticked(self) -> None:
-        self._use_offered()
+        self._use_staging()
         self._tick()
 
     def _answer(self, message: Message) -> object:
@@ -201,32 +190,27 @@ class DaemonSession:
                 log.warning("another VM has taken the run over (generation %s)", message.generation)
             self.is_fenced = True
         elif isinstance(message, (Restoring, Restored, Refused)):
-            if isinstance(message, Refused) and message.reason != self.refusal:
-                self.refusal = message.reason  # repeated at each attempt to connect
+            if isinstance(message, Refused) and message.reason != self.start.refusal:
+                self.start.refused(message.reason)  # repeated at each attempt to connect
                 log.warning(
                     "the daemon at %s refuses this process: %s", self.channel.path, message.reason
                 )
-                self.start.refused(message.reason)
             self.restore.receive(message)
 
     def _welcomed(self, welcome: Welcome) -> None:
-        self.refusal = ""
+        self.welcome = welcome
         self.start.refused("")
-        self.run = welcome.run
-        self.grace_s = welcome.grace_s
-        self.naming_secret = welcome.naming_secret
-        self.is_signed = welcome.is_signed
         self.redone.is_wanted = welcome.takes_digests
         self.redone.resend()
         if self._rounds is not None:
             self._rounds.start()
-        self._offered, self._trouble = welcome.staging, ""
-        self._use_offered()
+        self._trouble = ""
+        self._use_staging()
 
-    def _use_offered(self) -> None:
+    def _use_staging(self) -> None:
         """Use the staging directory that the daemon named; each tick tries again what failed."""
-        staging = self._offered
-        if staging is None or self.staging == staging:
+        staging = self.welcome.staging
+        if not staging or self.staging == staging:
             return
         if not os.access(staging, os.R_OK | os.W_OK | os.X_OK):
             self._cannot_save(

@@ -45,7 +45,6 @@ class LightningState(TrainingState):
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         self.extras = _Extras(trainer)
-        self._moment: StateBeforeValidation | None = None
         # The callbacks first: BaseFinetuning adds the groups of parameters that the optimizer's state has.
         optimizers = {f"optimizer_{place}": each for place, each in enumerate(trainer.optimizers)}
         super().__init__(trainer.strategy.model, lightning=self.extras, **optimizers)
@@ -58,13 +57,13 @@ class LightningState(TrainingState):
         self.extras.is_between_batches = True
         if is_before_validation:
             weights = _checksums(self._trainer.lightning_module)
-            self._moment = StateBeforeValidation(
+            self.extras.moment = StateBeforeValidation(
                 self.extras.take_progress(), take_generators(), weights
             )
         try:
             yield
         finally:
-            self._moment = None
+            self.extras.moment = None
             self.extras.is_between_batches = False
 
     def is_at_boundary(self) -> bool:
@@ -91,7 +90,7 @@ class LightningState(TrainingState):
     @contextlib.contextmanager
     def _moved_back(self) -> Iterator[bool]:
         """Undo the changes of a validation in progress, and redo them at the end of the block."""
-        moment, module = self._moment, self._trainer.lightning_module
+        moment, module = self.extras.moment, self._trainer.lightning_module
         if moment is None:
             yield True
             return
@@ -101,11 +100,9 @@ class LightningState(TrainingState):
         for each in averages:
             each._swap_models(module)  # noqa: SLF001 - it has no public name
         set_generators(moment.generators)
-        self.extras.progress = moment.progress
         try:
             yield has_trained_weights or _checksums(module) == moment.weights
         finally:
-            self.extras.progress = None
             set_generators(now)
             for each in averages:
                 each._swap_models(module)  # noqa: SLF001
@@ -130,8 +127,8 @@ class _Extras:
         self._trainer = trainer
         self.is_between_batches = False
         """Whether the trainer is in the block of :meth:`LightningState.between_batches`."""
-        self.progress: dict[str, Any] | None = None
-        """Progress before the validation that is in progress."""
+        self.moment: StateBeforeValidation | None = None
+        """Facts from before the validation that is in progress."""
         self.restored: dict[str, Any] | None = None
         """The state in the checkpoint that was loaded, until :meth:`resume`; None without one.
 
@@ -154,7 +151,7 @@ class _Extras:
                 for key, value in hooked.items()
                 if id(value) in known_by_id
             },
-            "progress": self.progress or self.take_progress(),
+            "progress": self.moment.progress if self.moment else self.take_progress(),
             "logged": take_logged(trainer),
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "reloaded": [getattr(loop, name) for loop, name in self._reloads()],

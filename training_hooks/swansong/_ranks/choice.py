@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
+from swansong._log import log
 from swansong._ranks.job_store import POLL_S, JobStore, first_line, wait_for_key
 from swansong._ranks.rendezvous import FINISH_LIMIT_S, Rendezvous
 
@@ -30,7 +30,6 @@ _HEARTBEAT_S = 1.0
 _CHOICES_MAX = 100
 """Checkpoints that are tried before a restore fails.  Each one costs a download."""
 
-log = logging.getLogger("swansong")
 
 Choice = dict[str, Any]
 """A JSON object: ``generation`` and ``step`` of a commit, or ``error``."""

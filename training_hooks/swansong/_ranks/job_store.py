@@ -8,7 +8,6 @@ connection between the VMs and takes part in no collective.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import time
@@ -16,6 +15,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from swansong import openat
+from swansong._log import log
 from swansong._ranks.agreement import Ranks
 
 STORE_PREFIX = ".survivors."
@@ -24,8 +24,6 @@ POLL_S = 0.05
 """Interval of polls that are not urgent.  One check takes about 0.1 ms.  A blocking wait inside the store
 would make torch write a warning to the trainer's output at each timeout."""
 _CONNECT_LIMIT_S = 30.0
-
-log = logging.getLogger("swansong")
 
 
 class JobStore(Protocol):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import logging
 import os
 import sys
 import threading
@@ -20,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from swansong._log import log
 from swansong._ranks.agreement import Ranks
 from swansong._ranks.environment import INIT_FIRST, PositionError, ranks_from_environment
 from swansong._ranks.job_store import (
@@ -43,8 +43,6 @@ _CALL_IT = "call it on every rank, and equally often"
 _NEVER = threading.Event()
 _exchanges = itertools.count(1)
 """Number of the next exchange: a second attach() must not read what the first one wrote."""
-
-log = logging.getLogger("swansong")
 
 
 def find_ranks(socket_path: str) -> Ranks:

@@ -11,12 +11,12 @@ another VM waits for it, unless all VMs of that start have answered: then no sha
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 
+from swansong._log import log
 from swansong._ranks.agreement import Ranks
 from swansong._ranks.job_store import (
     POLL_S,
@@ -39,8 +39,6 @@ _ABSENT_POLL_S = 1.0
 _POLLS_PER_S = 2000.0
 """Polls by all ranks together while nothing is urgent.  In a large job each rank polls less often."""
 _INIT_FIRST = "call torch.distributed.init_process_group() first"
-
-log = logging.getLogger("swansong")
 
 
 class Rendezvous:

@@ -13,10 +13,10 @@ job's store.  All ranks take part in all rounds, in order.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import threading
 import time
 
+from swansong._log import log
 from swansong._ranks.agreement import AGREEMENT_LIMIT_S, Agreement
 from swansong._ranks.job_store import JobStore, first_line, wait_for_key
 from swansong._ranks.rendezvous import Rendezvous
@@ -37,8 +37,6 @@ _URGENT_POLL_S = 0.002
 _URGENT_POLLS_PER_S = 20_000.0
 """Polls of a round by all ranks together: the job's store answers about 40,000 requests a second."""
 _RETRY_S = 0.5
-
-log = logging.getLogger("swansong")
 
 
 Decision = Target | Declined

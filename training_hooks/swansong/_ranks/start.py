@@ -54,7 +54,8 @@ class TrainingStart:
         self._counted = self._number = 0
         self._begins_over = False
         self._loaded = Loaded()
-        self._refusal = ""
+        self.refusal = ""
+        """Reason of the daemon's last refusal; empty after a welcome."""
 
     @property
     def id(self) -> str:
@@ -86,7 +87,7 @@ class TrainingStart:
     def refused(self, reason: str) -> None:
         """Record why the daemon refuses this rank, which then learns no id; empty after a welcome."""
         with self._changed:
-            self._refusal = reason
+            self.refusal = reason
             self._changed.notify_all()
 
     def wait(self, limit_s: float) -> None:
@@ -96,11 +97,11 @@ class TrainingStart:
             TimeoutError: the limit passed, or the daemon refuses this rank; contains cause and fix.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._first_id or self._refusal, limit_s)
+            self._changed.wait_for(lambda: self._first_id or self.refusal, limit_s)
             if self._first_id:
                 return
-            if self._refusal:
-                raise TimeoutError(f"the daemon refuses this process: {self._refusal}")
+            if self.refusal:
+                raise TimeoutError(f"the daemon refuses this process: {self.refusal}")
             raise TimeoutError(
                 f"rank 0 of this job has not connected to the daemon at {self._path} within {limit_s:.0f} s:"
                 " call swansong.attach() on every rank"

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import logging
 import threading
 import weakref
 from collections import deque
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 
 from swansong._checkpoint.staging import finish
+from swansong._log import log
 from swansong._torch.host_memory import HostMemory, available_bytes
 from swansong._torch.memory import checksum, memory_of
 from swansong._torch.safetensors import DTYPE_NAMES, HEADER_MAX_BYTES, encode_header
@@ -32,8 +32,6 @@ SHORT_SHARE = 0.05
 """Idle memory is given back while less than this share of the host memory is available."""
 LOOK_S = 5.0
 _WAY_OUT = "convert it to a dense tensor, or keep it out of state_dict()"
-
-log = logging.getLogger("swansong")
 
 
 @dataclass(frozen=True)

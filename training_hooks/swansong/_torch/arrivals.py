@@ -9,7 +9,6 @@ reads each tensor that did not arrive early.  So a load has the same result with
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import re
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from swansong._log import log
 from swansong._ranks.agreement import Ranks
 from swansong._torch.checkpoint_set import CheckpointSet, overlap, read_into, settle
 from swansong._torch.index import INDEX, decode_index
@@ -27,8 +27,6 @@ from swansong._torch.parallel import run
 from swansong._torch.safetensors import read_header
 from swansong._torch.sharding import is_sharded, own_part
 from swansong.layout import rank_of_directory
-
-log = logging.getLogger("swansong")
 
 WAITING_MAX = 64
 """Open files that wait for the index of their rank; the directory has any others."""

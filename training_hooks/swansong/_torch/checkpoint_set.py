@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import re
 import time
@@ -15,13 +14,12 @@ from typing import Any
 import torch
 
 from swansong._checkpoint.restore import REPORT_EVERY_S
+from swansong._log import log
 from swansong._torch.index import INDEX, decode_index
 from swansong._torch.parallel import run
 from swansong._torch.safetensors import DTYPES, StoredTensor, read_header
 from swansong._torch.sharding import own_part
 from swansong.layout import is_rank_directory, rank_directory
-
-log = logging.getLogger("swansong")
 
 _FILE = re.compile(r"[A-Za-z0-9_]{1,64}-[0-9]{5,9}\.safetensors")
 _Chunk = tuple[int, torch.Size, StoredTensor]

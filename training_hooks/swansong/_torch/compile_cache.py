@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import os
 import stat
 import tarfile
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from swansong import bounds
+from swansong._log import log
 
 ENV = "SWANSONG_COMPILE_CACHE"
 """Environment variable with the directory of the caches.  It requests that they travel with checkpoints."""
@@ -28,8 +28,6 @@ _CLOCK_S = 0.05
 """The times of files are that coarse."""
 _OVERHEAD_BYTES = 2048
 """Of each file in the archive, at most, with a short name."""
-
-log = logging.getLogger("swansong")
 
 
 class CompileCache:

@@ -5,21 +5,19 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
+from swansong._log import log
 from swansong._torch.changes import steps_of, version
 from swansong._torch.kinds import of_kind, optimizers_of
 from swansong._torch.loader import ResumableLoader
-from swansong._torch.objects import params_of, state_of
+from swansong._torch.objects import params_of
 
 MOST_BYTES = 2**20
 """Size of the largest object that is copied at the end of each loop."""
-
-log = logging.getLogger("swansong")
 
 
 class _Copy(NamedTuple):
@@ -80,7 +78,7 @@ class EndOfLoop:
                         if key == "param_groups"
                     }
                 else:
-                    state = item if isinstance(item, dict) else state_of(item)
+                    state = item if isinstance(item, dict) else item.state_dict()
                 if _size(state) <= MOST_BYTES:
                     states[name] = copy.deepcopy(state)
             except Exception as error:

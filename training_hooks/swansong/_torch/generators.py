@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The random generators that an object has, and their states."""
+"""The random generators that an object has."""
 
 from __future__ import annotations
 
 import functools
-import random
-import sys
 from collections.abc import Iterator
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
-from swansong.state import has_bit_generator
+from swansong.state import RandomSource
 
 MOST_ITEMS = 64
 """Length of the longest list in which generators are searched; a longer one contains data."""
@@ -20,42 +18,12 @@ MOST_OBJECTS = 2000
 """Largest number of objects in which generators are searched."""
 
 
-def is_generator(item: Any) -> bool:
-    """Whether it is a ``torch.Generator``, or a generator of numpy or ``random``."""
-    return (
-        isinstance(item, torch.Generator | random.Random)
-        or has_bit_generator(item)
-        or _is_random_state(item)
-    )
-
-
-def state_of_generator(item: Any) -> Any:
-    """Return the state of a generator."""
-    if isinstance(item, torch.Generator):
-        return item.get_state()
-    if isinstance(item, random.Random):
-        return item.getstate()
-    return item.get_state(legacy=False) if _is_random_state(item) else item.bit_generator.state
-
-
-def set_state_of_generator(item: Any, state: Any) -> None:
-    """Set a generator to a state that :func:`state_of_generator` returned."""
-    if isinstance(item, torch.Generator):
-        item.set_state(state)
-    elif isinstance(item, random.Random):
-        item.setstate(state)
-    elif _is_random_state(item):
-        item.set_state(state)
-    else:
-        item.bit_generator.state = state
-
-
-def find_generators(root: Any) -> dict[str, Any]:
+def find_generators(root: Any) -> dict[str, RandomSource]:
     """Return the generators in the attributes of an object, and in theirs, by path.
 
     Modules, classes, models and tensors are not searched, and long lists neither.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, RandomSource] = {}
     seen: set[int] = set()
     pending = [("", root)]
     while pending and len(seen) < MOST_OBJECTS:
@@ -63,8 +31,8 @@ def find_generators(root: Any) -> dict[str, Any]:
         if id(item) in seen:
             continue
         seen.add(id(item))
-        if is_generator(item):
-            found[path.lstrip(".")] = item
+        if (source := RandomSource.of(item)) is not None:
+            found[path.lstrip(".")] = source
         else:
             pending += [(path + name, part) for name, part in _parts(item) if _is_searched(part)]
     return found
@@ -90,14 +58,5 @@ def _parts(item: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_searched(item: Any) -> bool:
-    plain = str | bytes | int | float | type | torch.Tensor | torch.nn.Module
-    return item is not None and not isinstance(item, plain) and not _is_module(item)
-
-
-def _is_module(item: Any) -> bool:
-    return isinstance(item, type(sys))
-
-
-def _is_random_state(item: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(item, numpy.random.RandomState)
+    plain = str | bytes | int | float | type | ModuleType | torch.Tensor | torch.nn.Module
+    return item is not None and not isinstance(item, plain)

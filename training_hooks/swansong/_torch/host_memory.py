@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import logging
 import mmap
 import os
 import threading
@@ -20,6 +19,7 @@ from collections.abc import Iterator
 
 import torch
 
+from swansong._log import log
 from swansong._torch.parallel import run
 
 TOUCH_BYTES = 2**24
@@ -28,8 +28,6 @@ _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for all GPUs of the process."""
 _CAPTURE_RELAXED = 2
 """``CU_STREAM_CAPTURE_MODE_RELAXED``"""
-
-log = logging.getLogger("swansong")
 
 
 class HostMemory:

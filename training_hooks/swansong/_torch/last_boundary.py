@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from swansong._torch.changes import count_of, shows_changes
-from swansong._torch.generators import is_generator
 from swansong._torch.kinds import gpus_of, of_kind, optimizers_of
 from swansong._torch.loader import ResumableLoader
+from swansong.state import RandomSource
 
 MOST_BYTES = 2**20
 """Largest size of the buffers that are copied at each ``guard.step()``."""
@@ -49,7 +49,7 @@ class LastBoundary:
         for name, item in objects.items():
             if isinstance(item, torch.nn.Module):
                 self._buffers += [each for each in item.buffers() if not each.is_inference()]
-            elif isinstance(item, torch.optim.Optimizer | ResumableLoader) or is_generator(item):
+            elif isinstance(item, torch.optim.Optimizer | ResumableLoader | RandomSource):
                 pass
             elif shows_changes(item):
                 self._others[name] = item

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import sys
 import weakref
 import zlib
@@ -18,16 +17,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from swansong._log import log
 from swansong._torch.changes import version
-from swansong._torch.generators import (
-    find_generators,
-    set_state_of_generator,
-    state_of_generator,
-)
+from swansong._torch.generators import find_generators
 from swansong._torch.loop_names import names_of_loop
 from swansong.state import pack, set_generators, take_generators, unpack
-
-log = logging.getLogger("swansong")
 
 _WRAPPED = ("base_dataloader", "_dataloader", "dataloader", "loader")
 """Attributes with the wrapped ``DataLoader``, in accelerate, Fabric and timm."""
@@ -523,7 +517,7 @@ class ResumableLoader:
     # ------------------------------------------------------------ generators
 
     def _take(self) -> dict[str, Any]:
-        own = {path: state_of_generator(item) for path, item in self._own.items()}
+        own = {path: item.state_dict() for path, item in self._own.items()}
         return {"all": take_generators(), "own": own}
 
     def _set(self, generators: dict[str, Any] | None) -> None:
@@ -532,7 +526,7 @@ class ResumableLoader:
         if generators["own"].keys() - self._own.keys():
             self._own = find_generators(self.loader)  # some are created with the first sample
         for path in generators["own"].keys() & self._own.keys():
-            set_state_of_generator(self._own[path], generators["own"][path])
+            self._own[path].load_state_dict(generators["own"][path])
         if generators["all"]:
             set_generators(generators["all"])
 

@@ -22,15 +22,14 @@ _WRAPPERS = {
     ),
     "lightning.fabric.wrappers._FabricModule": "_original_module",
     "lightning_fabric.wrappers._FabricModule": "_original_module",
-}
-"""By class, the attribute with the wrapped module.  Names of classes, because an import of them is slow."""
-_OPTIMIZER_WRAPPERS = {
     "accelerate.optimizer.AcceleratedOptimizer": "optimizer",
     "lightning.fabric.wrappers._FabricOptimizer": "optimizer",
     "lightning_fabric.wrappers._FabricOptimizer": "optimizer",
     "lightning.pytorch.core.optimizer.LightningOptimizer": "optimizer",
     "pytorch_lightning.core.optimizer.LightningOptimizer": "optimizer",
+    "swansong.state.RandomSource": "item",
 }
+"""By class, the attribute with the wrapped object.  Names of classes, because an import of them is slow."""
 _attributes: dict[type, str | None] = {}
 FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
 """The predecessor of ``fully_shard``."""
@@ -39,7 +38,7 @@ FSDP2 = "torch.distributed.fsdp.FSDPModule"
 
 
 def unwrap(item: Any) -> Any:
-    """Return the module or the optimizer inside of all wrappers; other objects unchanged."""
+    """Return the module, the optimizer or the generator inside of all wrappers; other objects unchanged."""
     while attribute := _attribute_of(type(item)):
         item = getattr(item, attribute)
     return item
@@ -104,10 +103,7 @@ def _canonical(module: torch.nn.Module, key: str) -> str:
 
 def _attribute_of(kind: type) -> str | None:
     if kind not in _attributes:
-        found = [
-            _WRAPPERS.get(name) or _OPTIMIZER_WRAPPERS.get(name) for name in _class_names(kind)
-        ]
-        _attributes[kind] = next(filter(None, found), None)
+        _attributes[kind] = next(filter(None, map(_WRAPPERS.get, _class_names(kind))), None)
     return _attributes[kind]
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -11,14 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from swansong._log import log
 from swansong._torch.kinds import modules_of
 from swansong._torch.sharding import local
 
 ENV = "SWANSONG_FIND_NAN"
 """Environment variable that requests the search, which reads each output back from its device."""
 _DEPTH_MAX = 4
-
-log = logging.getLogger("swansong")
 
 
 class NonFiniteSearch:

@@ -11,11 +11,6 @@ import torch
 
 from swansong._torch.checkpoint_set import CheckpointSet
 from swansong._torch.collector import Collector
-from swansong._torch.generators import (
-    is_generator,
-    set_state_of_generator,
-    state_of_generator,
-)
 from swansong._torch.index import INDEX
 from swansong._torch.modules import load_module, state_of_module
 from swansong._torch.sharding import is_sharded
@@ -23,19 +18,6 @@ from swansong.state import decode_tree, encode_tree
 
 OTHERS = "others"
 """Name of the files with the tensors of all objects that are neither module nor optimizer."""
-
-
-def state_of(item: Any) -> Any:
-    """Return the state of an object that is neither module nor optimizer."""
-    return state_of_generator(item) if is_generator(item) else item.state_dict()
-
-
-def set_state(item: Any, state: Any) -> None:
-    """Load a state that :func:`state_of` returned."""
-    if is_generator(item):
-        set_state_of_generator(item, state)
-    else:
-        item.load_state_dict(state)
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -171,7 +153,7 @@ class SavedRank:
         placed: dict[str, torch.Tensor] = {}
         if any("shape" in entry for entry in entries.values()):  # sharded when it was saved
             for name, item in items.items():
-                for key, tensor in _shards(state_of(item), name):
+                for key, tensor in _shards(item.state_dict(), name):
                     if key in entries:
                         dtype = self._found.shape_and_dtype(self._source, OTHERS, key)[1]
                         placed[key] = torch.empty_like(tensor.detach(), dtype=dtype)

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
+from swansong._log import log
 from swansong._torch.changes import count_of
 from swansong._torch.kinds import optimizers_of
 
@@ -18,8 +18,6 @@ INTERVALS = 3
 """Number of intervals between two steps after which the order is clear."""
 STEPS_MAX = 20
 """Number of steps after which the search ends, also with fewer intervals."""
-
-log = logging.getLogger("swansong")
 
 
 class OrderWatch:

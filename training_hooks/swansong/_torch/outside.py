@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import ModuleType
@@ -15,12 +14,11 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter
 
+from swansong._log import log
 from swansong._torch.changes import count_of, version
 from swansong._torch.loader import Rest, ResumableLoader, find_data_loader
 from swansong._torch.modules import unwrap
 from swansong._torch.sharding import is_sharded
-
-log = logging.getLogger("swansong")
 
 KINDS = (torch.nn.Module, torch.optim.Optimizer, LRScheduler, DataLoader, _BaseDataLoaderIter)
 _DEPTH = 5

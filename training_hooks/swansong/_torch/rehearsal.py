@@ -4,20 +4,18 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
+from swansong._log import log
 from swansong._torch.kinds import modules_of, optimizers_of
 from swansong._torch.loader import ResumableLoader, find_data_loader
 from swansong._torch.modules import load_module, state_of_module, unwrap
 from swansong._torch.objects import params_of
 from swansong._torch.outside import has_lasting_workers, inside
 from swansong._torch.sharding import is_sharded
-
-log = logging.getLogger("swansong")
 
 
 def check_module(module: torch.nn.Module) -> None:

@@ -6,17 +6,15 @@ The structure of the objects, the modes of modules, the options of optimizers, a
 
 from __future__ import annotations
 
-import logging
 import platform
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from swansong._log import log
 from swansong._torch.kinds import modules_of, optimizers_of
 from swansong._torch.modules import state_of_module, unwrap
-
-log = logging.getLogger("swansong")
 
 Structure = dict[str, Any]
 Options = dict[str, list[dict[str, Any]]]
