@@ -478,8 +478,8 @@ def test_modes_and_versions_of_another_writer_stop_no_training(
 ) -> None:
     """The index comes from the bucket: another form is left out, at the load and at the next step."""
     state = TrainingState(nn.Linear(2, 1))
-    monkeypatch.setattr("swansong.torch.modes_of", lambda _: value)
-    monkeypatch.setattr("swansong.torch.surroundings", lambda: value)
+    facts = {"surroundings": value, "modes": value}
+    monkeypatch.setattr("swansong._torch.structure.ScriptWatch.facts", lambda _: facts)
     directory = save_part(state, tmp_path)
     guard = attach(state)
     state.load(directory)

@@ -566,7 +566,7 @@ class Guard:
         purpose = due.request_id or due.kind
         nonce = self._ranks.nonce(start_id, step, purpose, self._session.welcome.naming_secret)
         manifest = self._manifest(due, step, start_id)
-        is_taken = self._saver.save(self._agreement, staging, nonce, due, manifest)
+        is_taken = self._saver.save(self._agreement, staging, nonce, manifest)
         is_end = self._finished_at == step
         is_emergency = due.kind == "emergency" and not is_end
         if is_taken:

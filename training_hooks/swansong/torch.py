@@ -67,18 +67,7 @@ from swansong._torch.outside import OutsideWatch, all_of_process
 from swansong._torch.own_time import OwnTime
 from swansong._torch.rehearsal import check_module, check_relations, warn_about_loaders
 from swansong._torch.sharding import is_sharded, writers
-from swansong._torch.structure import (
-    Options,
-    Structure,
-    changes_of,
-    differing_modes,
-    modes_of,
-    options_of,
-    saved_modes,
-    structure_of,
-    surroundings,
-    warn_about_load,
-)
+from swansong._torch.structure import ScriptWatch
 from swansong.fields import PREFIXES_MAX
 from swansong.layout import rank_directory
 from swansong.state import (
@@ -180,10 +169,7 @@ class TrainingState(Divisible):
         self._arenas = Arenas()
         self._watch: OrderWatch | None = None
         self._outside = OutsideWatch()
-        self._loadable: Structure = {}
-        """The structure of the objects at the last restore, where a resumed run loads a checkpoint."""
-        self._saved_modes: dict[str, dict[str, str]] = {}
-        """The modes of modules in the checkpoint that was loaded, until the first step."""
+        self._script = ScriptWatch(self._objects)
         self._boundary = StepBoundary(self._objects)
         self._last_boundary: LastBoundary | None = None
         self._lost: frozenset[int] = frozenset()
@@ -233,7 +219,7 @@ class TrainingState(Divisible):
     def before_restore(self) -> None:
         """Note the structure that a checkpoint must have, and warn if training has begun since attach()."""
         if self.owns_loop:
-            self._loadable = structure_of(self._objects)
+            self._script.note_structure()
         if self._watch is not None and self._watch.has_begun:
             log.warning(
                 "an optimizer stepped between attach() and restore(): a resume loses these steps; call"
@@ -282,13 +268,7 @@ class TrainingState(Divisible):
             pieces = self._rehearse()
             found = all_of_process()
             warn_about_loaders(self._objects, found)
-            if differing := differing_modes(self._objects, self._saved_modes):
-                log.warning(
-                    "the first step after the resume used modules in another mode: %s; the script sets it"
-                    " only at an earlier step: let it depend on the step or the epoch",
-                    "; ".join(differing),
-                )
-            self._saved_modes = {}
+            self._script.first_step()
             if self.owns_loop:
                 copied = [piece.tensor.data_ptr() for piece in pieces]
                 self._outside.begin(self._objects, found, copied)
@@ -426,14 +406,7 @@ class TrainingState(Divisible):
     def _copied(
         self, index: dict[str, Any], collectors: list[Collector]
     ) -> Callable[[Path], object]:
-        structure = structure_of(self._objects, index["objects"])
-        if changes := changes_of(self._loadable, structure):
-            self._loadable = structure
-            log.warning(
-                "the script cannot load this checkpoint as it was at guard.restore(): %s; a resumed run must"
-                " make the same change before it calls restore()",
-                "; ".join(changes),
-            )
+        self._script.saved(index["objects"])
         pieces = _pieces(collectors)
         write_cache = None
         if self._compile_cache is not None and self._shares_cache and not self._lost:
@@ -489,9 +462,8 @@ class TrainingState(Divisible):
             "format": FORMAT,
             "rank": self.ranks.rank,
             "world_size": self.ranks.world_size,
-            "surroundings": surroundings(),
             "objects": objects,
-            "modes": modes_of(self._objects),
+            **self._script.facts(),
             "tensors": {collector.group: collector.entries for collector in collectors},
         }
         if self._lost:
@@ -564,7 +536,7 @@ class TrainingState(Divisible):
             for name, item in self._objects.items()
             if not isinstance(item, torch.nn.Module) and not is_node_of_optimizer(nodes[name])
         }
-        of_script = options_of(self._objects)
+        self._script.before_load()
         get = getter(saved.read_others(in_others))
         for name, item in self._objects.items():
             if isinstance(item, torch.nn.Module):
@@ -598,18 +570,17 @@ class TrainingState(Divisible):
         else:
             set_generators(generators)
         self.read_s = found.read_s + (0.0 if arrived is None else arrived.read_s)
-        self._loaded(directory, found.indexes[source], of_script)
+        self._loaded(directory, found.indexes[source])
 
     @property
     def _shares_cache(self) -> bool:
         """Whether this rank writes and reads the compile cache of its VM."""
         return self.takes_code and not self.ranks.local_rank
 
-    def _loaded(self, directory: Path, index: Mapping[str, Any], of_script: Options) -> None:
+    def _loaded(self, directory: Path, index: Mapping[str, Any]) -> None:
         if self._compile_cache is not None and self._shares_cache:
             self._compile_cache.load(directory / rank_directory(self.ranks.rank) / ARCHIVE)
-        warn_about_load(self._objects, of_script, index)
-        self._saved_modes = saved_modes(index)
+        self._script.loaded(index)
         self._boundary.note()
         if self._watch is not None:
             self._watch.begin()

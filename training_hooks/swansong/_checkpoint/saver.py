@@ -35,11 +35,17 @@ class _Save:
     staging: str
     nonce: str
     manifest: RankManifest
-    request_ids: list[str]
-    begun_mono_s: float
+    begun_mono_s: float = field(default_factory=time.monotonic)
+    more_requests: list[str] = field(default_factory=list)
+    """Ids of further requests that this save answers."""
     outcome: Sealed | Failed | None = None
     """None until the save is over, and also if another rank will seal the set."""
     is_over: bool = False
+
+    def taken(self, answer: Sealed | Failed | None) -> None:
+        """Record in the agreement that the checkpoint is taken; see :meth:`Agreement.done`."""
+        manifest = self.manifest
+        self.agreement.done(Due(manifest.kind, manifest.request_id), manifest.step, answer)
 
 
 @dataclass
@@ -78,26 +84,21 @@ class Saver:
         self._queue: queue.SimpleQueue[tuple[_Save, Callable[[Path], object]]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def save(
-        self, agreement: Agreement, staging: str, nonce: str, due: Due, manifest: RankManifest
-    ) -> bool:
+    def save(self, agreement: Agreement, staging: str, nonce: str, manifest: RankManifest) -> bool:
         """Take a checkpoint of the current state, and report the result to ``agreement``.
 
         Args:
             agreement: of this rank.
             staging: staging directory of the run.
             nonce: for the name of the set, the same for all ranks that save it.
-            due: kind of the checkpoint, and the request that it answers.
             manifest: all of the rank manifest but ``files``.
 
         Returns:
             True if this rank's part is in staging or copied; False if the save failed.
         """
-        if self._is_saved(agreement, staging, due, manifest):
+        save = _Save(agreement, staging, nonce, manifest)
+        if self._is_saved(save):
             return True
-        begun_mono_s = time.monotonic()
-        ids = [due.request_id] if due.request_id else []
-        save = _Save(agreement, staging, nonce, manifest, ids, begun_mono_s)
         try:
             self._wait_for_memory()
             write = self._take()
@@ -107,13 +108,13 @@ class Saver:
             self._fail(save, error)
         else:
             if self._in_background:
-                self._put(save, write, due)
+                self._put(save, write)
                 return True
             self._write(save, write)
         save.is_over = True
         self._last = None if isinstance(save.outcome, Failed) else save
         self._blocked(save)
-        agreement.done(due, manifest.step, save.outcome)
+        save.taken(save.outcome)
         return not isinstance(save.outcome, Failed)
 
     def wait(self, limit_s: float) -> bool:
@@ -127,25 +128,23 @@ class Saver:
         with self._changed:
             return self._last is not None
 
-    def _is_saved(
-        self, agreement: Agreement, staging: str, due: Due, manifest: RankManifest
-    ) -> bool:
+    def _is_saved(self, save: _Save) -> bool:
         # A set of the same step that is in staging, or being written, answers the request.
-        step, start_id = manifest.step, manifest.start_id
+        new, request_id = save.manifest, save.manifest.request_id
         with self._changed:
             last = self._last
-            if last is None or last.staging != staging:
+            if last is None or last.staging != save.staging:
                 return False
-            if (last.manifest.step, last.manifest.start_id) != (step, start_id):
+            if (last.manifest.step, last.manifest.start_id) != (new.step, new.start_id):
                 return False  # a step that is trained again gives another state than the first time
-            if due.kind == "final" and last.manifest.kind != "final":
+            if new.kind == "final" and last.manifest.kind != "final":
                 return False  # only a set of this kind marks the end of the run
             answer = None
-            if due.request_id and not last.is_over:
-                last.request_ids.append(due.request_id)
-            elif due.request_id and isinstance(last.outcome, Sealed):
-                answer = dataclasses.replace(last.outcome, request_id=due.request_id)
-            agreement.done(due, step, answer)
+            if request_id and not last.is_over:
+                last.more_requests.append(request_id)
+            elif request_id and isinstance(last.outcome, Sealed):
+                answer = dataclasses.replace(last.outcome, request_id=request_id)
+            save.taken(answer)
             return True
 
     def _wait_for_memory(self) -> None:
@@ -155,12 +154,12 @@ class Saver:
                     f"the last {COPIES} checkpoints are not written after {COPY_PATIENCE_S:.0f} s"
                 )
 
-    def _put(self, save: _Save, write: Callable[[Path], object], due: Due) -> None:
+    def _put(self, save: _Save, write: Callable[[Path], object]) -> None:
         with self._changed:
             self._last = save
             self._outstanding += 1
         self._blocked(save)
-        save.agreement.done(due, save.manifest.step, None)
+        save.taken(None)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="swansong-save", daemon=True)
             self._thread.start()
@@ -180,7 +179,8 @@ class Saver:
                 if isinstance(save.outcome, Failed) and self._last is save:
                     self._last = None
             if save.outcome is not None:
-                for request_id in save.request_ids or [""]:
+                ids = filter(None, (save.manifest.request_id, *save.more_requests))
+                for request_id in list(ids) or [""]:
                     save.agreement.report(dataclasses.replace(save.outcome, request_id=request_id))
             del write
             with self._changed:

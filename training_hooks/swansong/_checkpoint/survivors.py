@@ -62,7 +62,6 @@ def save_without_lost_ranks(
         True if this rank's part is in staging.
     """
     step, start_id = manifest.step, manifest.start_id
-    due = Due(manifest.kind, manifest.request_id)
     try:
         state.return_to_boundary()
         found = _agree(ranks, start_id, step, staging, secret)
@@ -78,12 +77,13 @@ def save_without_lost_ranks(
     except Exception as error:
         reason = f"no checkpoint without the lost ranks: {first_line(error)}"
         log.warning("step %s: %s", step, reason)
+        due = Due(manifest.kind, manifest.request_id)
         agreement.done(due, step, Failed(due.request_id, step, reason))
         return False
     log.warning("saving step %s without rank %s", step, named(lost))
     manifest = dataclasses.replace(manifest, **place.in_manifest(), without_ranks=named(lost))
     nonce = ranks.nonce(start_id, step, f"without {named(lost)}", secret)
-    return Saver(lambda: write, in_background=False).save(agreement, staging, nonce, due, manifest)
+    return Saver(lambda: write, in_background=False).save(agreement, staging, nonce, manifest)
 
 
 def _agree(ranks: Ranks, start_id: str, step: int, staging: str, secret: str) -> Survivors | None:

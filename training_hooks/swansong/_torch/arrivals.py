@@ -8,7 +8,6 @@ reads each tensor that did not arrive early.  So a load has the same result with
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import time
@@ -20,12 +19,11 @@ import torch
 
 from swansong._log import log
 from swansong._ranks.agreement import Ranks
-from swansong._torch.checkpoint_set import CheckpointSet, overlap, read_into, settle
+from swansong._torch.checkpoint_set import CheckpointSet, read_parts
 from swansong._torch.index import INDEX, decode_index
-from swansong._torch.objects import OTHERS, Targets, param_of, params_of
-from swansong._torch.parallel import run
+from swansong._torch.objects import OTHERS, Targets
 from swansong._torch.safetensors import read_header
-from swansong._torch.sharding import is_sharded, own_part
+from swansong._torch.sharding import own_part
 from swansong.layout import rank_of_directory
 
 WAITING_MAX = 64
@@ -104,8 +102,7 @@ class ArrivedTensors:
             found = CheckpointSet(directory, reads=self.reads)
             if found.lost or found.world_size != self._world_size:
                 return True
-            for group, entries in found.indexes[self._rank]["tensors"].items():
-                self._check_parts(found, group, entries)
+            self._check_parts(found)
         except Exception as error:  # the load from all files raises it again
             log.debug("%s lacks files: %s: %s", directory, type(error).__name__, error)
             return True
@@ -117,24 +114,17 @@ class ArrivedTensors:
         found = self._checked
         return found if found is not None and found.directory == directory else None
 
-    def _check_parts(
-        self, found: CheckpointSet, group: str, entries: Mapping[str, Mapping[str, Any]]
-    ) -> None:
-        item = self._objects.get(group)
-        if item is None and group != OTHERS:
-            return  # this script does not load it
-        is_module = isinstance(item, torch.nn.Module)
-        state = self.targets.of_module(group) if is_module else {}
-        params = params_of(item) if isinstance(item, torch.optim.Optimizer) else []
-        for key, entry in entries.items():
-            if "shape" not in entry:
-                continue
-            like = state.get(key) if is_module else param_of(key, params)
-            shape, begin = torch.Size(entry["shape"]), (0,) * len(entry["shape"])
-            if like is not None and is_sharded(like) and like.shape == shape:
-                own, begin = own_part(like)
-                shape = own.shape
-            found.check_parts(self._rank, group, key, begin, shape)
+    def _check_parts(self, found: CheckpointSet) -> None:
+        """Raise an error if the directories that are read lack a part of what this rank loads."""
+        tensors = found.indexes[self._rank]["tensors"]
+        for group in tensors.keys() & {OTHERS, *self._objects}:
+            for key in (key for key, entry in tensors[group].items() if "shape" in entry):
+                shape, dtype = found.shape_and_dtype(self._rank, group, key)
+                begin: tuple[int, ...] = (0,) * len(shape)
+                if self._has_place(group, is_sharded=True):
+                    own, begin = own_part(self.targets.of(group, key, shape, dtype))
+                    shape = own.shape
+                found.check_parts(self._rank, group, key, begin, shape)
 
     def _trying(self, path: str, fd: int, read: Callable[[], object]) -> None:
         begun_mono_s = time.monotonic()
@@ -155,7 +145,7 @@ class ArrivedTensors:
         facts = index["files"][name]
         group = facts["group"]
         source = self._rank % int(index["world_size"])
-        reads, targets, filled = [], [], list[set[int]]()
+        parts, filled = [], list[set[int]]()
         for key, stored in read_header(_again(fd), facts["checksums"]).items():
             entry = index["tensors"][group][key]
             if "shape" not in entry and rank != source:
@@ -168,14 +158,10 @@ class ArrivedTensors:
                 continue
             own, begin = own_part(target)
             offsets = entry.get("offsets", [0] * len(shape))
-            if (both := overlap(begin, own.shape, offsets, stored.shape)) is not None:
-                reads.append(functools.partial(read_into, stored, own, *both))
-            targets.append(target)
+            parts.append((own, begin, offsets, stored))
             filled.append(self.targets.filled.setdefault((group, key), set()))
             filled[-1].discard(rank)
-        settle(targets)
-        run(reads)
-        settle(targets)
+        read_parts(parts)
         for ranks in filled:
             ranks.add(rank)
 

@@ -24,6 +24,8 @@ from swansong.layout import is_rank_directory, rank_directory
 _FILE = re.compile(r"[A-Za-z0-9_]{1,64}-[0-9]{5,9}\.safetensors")
 _Chunk = tuple[int, torch.Size, StoredTensor]
 """A part of a tensor: the rank that wrote it, its offsets and its place."""
+_Part = tuple[torch.Tensor, Sequence[int], Sequence[int], StoredTensor]
+"""Memory of this rank to fill, its offsets in the whole tensor, and those of the stored part."""
 
 
 class CheckpointSet:
@@ -81,7 +83,7 @@ class CheckpointSet:
         Raises:
             ValueError, OSError: a tensor is missing, has another type or shape, or cannot be read.
         """
-        reads: list[Callable[[], None]] = []
+        parts: list[_Part] = []
         for (group, key), target in targets.items():
             name = f"{group}.{key}"
             shape, chunks = self._find(source_rank, group, key)
@@ -94,14 +96,10 @@ class CheckpointSet:
             for rank, offsets, stored in chunks:
                 if stored.dtype != target.dtype:
                     raise ValueError(f"{name} is {target.dtype}, but was saved as {stored.dtype}")
-                if rank in filled.get((group, key), ()):
-                    continue
-                if (both := overlap(begin, own.shape, offsets, stored.shape)) is not None:
-                    reads.append(functools.partial(self._read, stored, own, *both))
+                if rank not in filled.get((group, key), ()):
+                    parts.append((own, begin, offsets, stored))
         begun_mono_s = time.monotonic()
-        settle(targets.values())
-        run(reads)
-        settle(targets.values())
+        read_parts(parts, self._read)
         self.read_s += time.monotonic() - begun_mono_s
 
     def shape_and_dtype(
@@ -133,7 +131,6 @@ class CheckpointSet:
         Raises:
             ValueError: parts of the region are missing.
         """
-        self.shape_and_dtype(source_rank, group, key)
         _check_covered(f"{group}.{key}", begin, shape, self._find(source_rank, group, key)[1])
 
     def _find(self, source_rank: int, group: str, key: str) -> tuple[torch.Size, list[_Chunk]]:
@@ -153,14 +150,8 @@ class CheckpointSet:
                 chunks.append((rank, torch.Size(part["offsets"]), stored))
         return shape, chunks
 
-    def _read(
-        self,
-        stored: StoredTensor,
-        own: torch.Tensor,
-        ours: tuple[slice, ...],
-        theirs: tuple[slice, ...],
-    ) -> None:
-        read_into(stored, own, ours, theirs)
+    def _read(self, stored: StoredTensor, target: torch.Tensor, theirs: tuple[slice, ...]) -> None:
+        _read_region(stored, target, theirs)
         self._read_bytes += stored.size_bytes
         now_mono_s = time.monotonic()
         if now_mono_s - self._reported_mono_s >= REPORT_EVERY_S:
@@ -207,26 +198,14 @@ def _check_covered(
     """Raise ValueError if the parts do not have all elements of a region."""
     found = 0
     for _, offsets, stored in chunks:
-        if (both := overlap(begin, shape, offsets, stored.shape)) is not None:
+        if (both := _overlap(begin, shape, offsets, stored.shape)) is not None:
             found += math.prod(each.stop - each.start for each in both[0])
     if found != math.prod(shape):
         raise ValueError(f"parts of {name} are missing")
 
 
-def settle(targets: Iterable[torch.Tensor]) -> None:
-    """Wait until no kernel uses these tensors, which other threads fill."""
-    for device in {target.device for target in targets if target.is_cuda}:
-        torch.cuda.synchronize(device)
-
-
-def read_into(
-    stored: StoredTensor,
-    own: torch.Tensor,
-    ours: tuple[slice, ...],
-    theirs: tuple[slice, ...],
-) -> None:
-    """Read a region of a stored tensor into a region of another one; see :func:`overlap`."""
-    target = own[ours]
+def _read_region(stored: StoredTensor, target: torch.Tensor, theirs: tuple[slice, ...]) -> None:
+    """Read a region of a stored tensor into a tensor of this shape."""
     is_whole = target.shape == stored.shape
     if is_whole and target.device.type in ("cpu", "cuda"):
         whole = target
@@ -239,7 +218,32 @@ def read_into(
         target.copy_(stored.read()[theirs])
 
 
-def overlap(
+def read_parts(
+    parts: Sequence[_Part],
+    read: Callable[[StoredTensor, torch.Tensor, tuple[slice, ...]], None] = _read_region,
+) -> None:
+    """Fill memory of this rank from the stored parts that overlap with it, in several threads.
+
+    Raises:
+        ValueError, OSError: a part is damaged, or cannot be read.
+    """
+    devices = {own.device for own, *_ in parts if own.is_cuda}
+    reads = [
+        functools.partial(read, stored, own[both[0]], both[1])
+        for own, begin, offsets, stored in parts
+        if (both := _overlap(begin, own.shape, offsets, stored.shape)) is not None
+    ]
+    _wait_for_kernels(devices)  # which use the tensors that other threads fill
+    run(reads)
+    _wait_for_kernels(devices)
+
+
+def _wait_for_kernels(devices: Iterable[torch.device]) -> None:
+    for device in devices:
+        torch.cuda.synchronize(device)
+
+
+def _overlap(
     begin: Sequence[int],
     shape: Sequence[int],
     stored_begin: Sequence[int],

@@ -18,10 +18,80 @@ from swansong._torch.modules import state_of_module, unwrap
 
 Structure = dict[str, Any]
 Options = dict[str, list[dict[str, Any]]]
+Modes = dict[str, dict[str, str]]
 _SCHEDULED = {"params", "lr"}
 _CYCLED = {"momentum", "betas"}
 """Options that a schedule with ``base_momentum`` changes."""
 _DIFFERENCES_MAX = 5
+
+
+class ScriptWatch:
+    """Warns if the script and a checkpoint presuppose different things.
+
+    Args:
+        objects: of the training state, by name.
+    """
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self._objects = objects
+        self._loadable: Structure = {}
+        """The structure of the objects at the last restore, where a resumed run loads a checkpoint."""
+        self._options: Options = {}
+        """The options of the script, before the load in progress."""
+        self._saved_modes: Modes = {}
+        """The modes of modules in the checkpoint that was loaded, until the first step."""
+
+    def note_structure(self) -> None:
+        """Take the present structure as the one that a checkpoint must have."""
+        self._loadable = structure_of(self._objects)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the part of an index that :meth:`loaded` compares."""
+        return {"surroundings": surroundings(), "modes": modes_of(self._objects)}
+
+    def saved(self, names: Mapping[str, Any]) -> None:
+        """Compare a checkpoint, which has these names in the state of each module, with the noted one."""
+        structure = structure_of(self._objects, names)
+        if changes := changes_of(self._loadable, structure):
+            self._loadable = structure
+            log.warning(
+                "the script cannot load this checkpoint as it was at guard.restore(): %s; a resumed run must"
+                " make the same change before it calls restore()",
+                "; ".join(changes),
+            )
+
+    def before_load(self) -> None:
+        """Note the options of the script, which a load replaces."""
+        self._options = options_of(self._objects)
+
+    def loaded(self, index: Mapping[str, Any]) -> None:
+        """Name the options that the load has replaced, and other surroundings in the index."""
+        if replaced := _replaced(self._options, options_of(self._objects)):
+            log.warning(
+                "the checkpoint has replaced options of the script: %s; to change an option in a run, set it"
+                " after guard.restore()",
+                ", ".join(replaced),
+            )
+        if others := _other_surroundings(_mapping(index.get("surroundings"))):
+            log.warning(
+                "the checkpoint was made elsewhere, so bits may differ: %s", ", ".join(others)
+            )
+        # Those of another form, by another writer, are left out.
+        self._saved_modes = {
+            name: {kind: bits for kind, bits in kinds.items() if isinstance(bits, str)}
+            for name, kinds in _mapping(index.get("modes")).items()
+            if isinstance(kinds, dict)
+        }
+
+    def first_step(self) -> None:
+        """Compare the modes at the first step with those in the checkpoint."""
+        saved, self._saved_modes = self._saved_modes, {}
+        if differing := differing_modes(self._objects, saved):
+            log.warning(
+                "the first step after the resume used modules in another mode: %s; the script sets it"
+                " only at an earlier step: let it depend on the step or the epoch",
+                "; ".join(differing),
+            )
 
 
 def structure_of(objects: Mapping[str, Any], names: Mapping[str, Any] | None = None) -> Structure:
@@ -61,7 +131,7 @@ def _numbers(sizes: Iterable[int]) -> str:
     return " and ".join(map(str, sizes))
 
 
-def modes_of(objects: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+def modes_of(objects: Mapping[str, Any]) -> Modes:
     """Return, for each module, which parameters require a gradient and which modules train, as bits.
 
     During an evaluation the second one is left out: a resume does not return into it.
@@ -69,15 +139,6 @@ def modes_of(objects: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     return {
         name: {kind: "".join("01"[bit] for _, bit in bits) for kind, bits in _modes(item)}
         for name, item in modules_of(objects).items()
-    }
-
-
-def saved_modes(index: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Return the modes in an index; those of another form, by another writer, are left out."""
-    return {
-        name: {kind: bits for kind, bits in kinds.items() if isinstance(bits, str)}
-        for name, kinds in _mapping(index.get("modes")).items()
-        if isinstance(kinds, dict)
     }
 
 
@@ -141,26 +202,6 @@ def options_of(objects: Mapping[str, Any]) -> Options:
         ]
         for name, item in optimizers_of(objects).items()
     }
-
-
-def warn_about_load(
-    objects: Mapping[str, Any], of_script: Options, index: Mapping[str, Any]
-) -> None:
-    """Name the options of the script that a load has replaced, and other surroundings.
-
-    Args:
-        objects: of the training state, by name, after the load.
-        of_script: the options before the load.
-        index: of the checkpoint.
-    """
-    if replaced := _replaced(of_script, options_of(objects)):
-        log.warning(
-            "the checkpoint has replaced options of the script: %s; to change an option in a run, set it"
-            " after guard.restore()",
-            ", ".join(replaced),
-        )
-    if others := _other_surroundings(_mapping(index.get("surroundings"))):
-        log.warning("the checkpoint was made elsewhere, so bits may differ: %s", ", ".join(others))
 
 
 def _replaced(of_script: Options, of_checkpoint: Options) -> list[str]:
