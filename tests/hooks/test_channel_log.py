@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import logging
+import socket
+from pathlib import Path
 
 import pytest
+import swansong
 from swansong import protocol
 from swansong._daemon import channel as channels
 from swansong._daemon.channel import Channel
@@ -81,3 +84,30 @@ def test_an_error_that_repeats_has_one_trace(
     assert record.levelno == logging.ERROR
     assert record.exc_info is not None
     assert "broken" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("leaves", "level"),
+    [("nothing", logging.INFO), ("directory", logging.WARNING), ("socket", logging.WARNING)],
+)
+def test_a_restore_that_no_daemon_answers_names_step_0(
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    leaves: str,
+    level: int,
+) -> None:
+    """A warning where a daemon has stopped, or was killed; a machine without one gets none."""
+    path = tmp_path / "daemon" / "trainer.sock"
+    monkeypatch.setattr(protocol, "DEFAULT_SOCKET", str(path))
+    monkeypatch.setattr(channels, "RESTART_PATIENCE_S", 0.0)
+    if leaves != "nothing":
+        path.parent.mkdir()
+    if leaves == "socket":
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+            dead.bind(str(path))
+    caplog.set_level(logging.INFO)
+    with swansong.attach({"counts": {}}) as guard:
+        assert guard.restore() == 0
+    (record,) = [each for each in caplog.records if "starts from step 0" in each.getMessage()]
+    assert record.levelno == level

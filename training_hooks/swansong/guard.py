@@ -340,8 +340,15 @@ class Guard:
         elif self._session.start.refusal:
             # A checkpoint may exist, and another process may already train from it.
             raise RestoreError(f"the daemon refuses this process: {self._session.start.refusal}")
-        elif not self._closed and self._session.rendezvous is not None:
-            self._session.rendezvous.announce_absence()
+        elif not self._closed:
+            log.log(
+                self._session.channel.absence_level,
+                "restore: no swansongd answers at %s, so training starts from step 0; if the run has a"
+                " checkpoint, end this process, and start swansongd first",
+                self._session.channel.path,
+            )
+            if self._session.rendezvous is not None:
+                self._session.rendezvous.announce_absence()
         if manifest is None and self._agreement.step < 0:
             self._check_resume()
         step = self._loaded(manifest)

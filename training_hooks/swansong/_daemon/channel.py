@@ -40,7 +40,7 @@ class Channel:
 
     Args:
         path: of the daemon's socket.
-        expected: whether the path was configured; the daemon's absence is then logged as a warning.
+        expected: whether this machine has a daemon; its absence is then logged as a warning.
         hello: returns the first message of each connection.  The thread calls it, and the functions below.
         connected: called after the first message was sent.
         handle: called with each message of the daemon, and with the descriptor that came with it, which
@@ -61,7 +61,7 @@ class Channel:
         self.path = path
         self.trusted_uids = frozenset({0, os.geteuid()} if HAS_DAEMON else ())
         """Root, this user and, after the first connection, the daemon's user."""
-        self._absence = logging.WARNING if expected else logging.INFO
+        self.absence_level = logging.WARNING if expected else logging.INFO
         self._hello = hello
         self._connected = connected
         self._handle = handle
@@ -179,7 +179,7 @@ class Channel:
             why = getattr(error, "strerror", None) or str(error)
             self._log(
                 "absence",
-                self._absence,
+                self.absence_level,
                 f"no swansongd at {self.path} ({why}); training continues without checkpoints",
             )
         else:
@@ -263,7 +263,12 @@ def _receive(connection: socket.socket) -> tuple[bytes, int]:
 
 
 def socket_path(given: str | os.PathLike[str] | None) -> tuple[str, bool]:
-    """Return the path of the daemon's socket, and whether the caller or the environment named it."""
+    """Return the path of the daemon's socket, and whether this machine has a daemon.
+
+    The caller or the environment named the socket, or its directory exists: a daemon that stops leaves it.
+    """
     check = os.environ.get(protocol.CHECK_ENV, "")
     named = check if os.path.isabs(check) else given or os.environ.get(protocol.SOCKET_ENV)
-    return (os.fspath(named), True) if named else (protocol.DEFAULT_SOCKET, False)
+    if named:
+        return os.fspath(named), True
+    return protocol.DEFAULT_SOCKET, os.path.isdir(os.path.dirname(protocol.DEFAULT_SOCKET))
