@@ -475,3 +475,26 @@ def test_a_pause_longer_than_the_grace_period_causes_one_warning(
     assert "after step 3" in line
     assert "guard.poll()" in line
     assert caplog.records[0].levelno == logging.WARNING
+
+
+@pytest.mark.parametrize("requested", [(True, False), (False, True), (False, False)])
+def test_ranks_that_get_sigterm_wait_for_a_request_or_leave_together(
+    daemon: FakeDaemon,
+    attach: Attach,
+    monkeypatch: pytest.MonkeyPatch,
+    requested: tuple[bool, bool],
+) -> None:
+    """A request that reaches one of them a little too late does not part them: the first one decides."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr("swansong.guard.END_LIMIT_S", 0.0)
+    guards = []
+    for rank in range(2):
+        set_rank(monkeypatch, rank)
+        guards.append(attach({"model": torch.nn.Linear(2, 1)}))
+    until(lambda: all(each._session.staging and each._session.start.id for each in guards))
+    for guard, is_requested in zip(guards, requested, strict=True):
+        ids = iter(["r1" if is_requested else "", "r1"])  # a late one comes during a longer wait
+        guard._agreement.wait_requested = lambda _, ids=ids: next(ids)  # type: ignore[misc]
+        guard._agreement.wait_taken = lambda *_: True  # type: ignore[method-assign]
+        guard._answer()
+    assert [guard._has_left for guard in guards] == [requested[0]] * 2

@@ -209,7 +209,7 @@ def test_the_wait_for_a_request_is_counted_in_looks() -> None:
             return predicate()
 
     agreement._changed = Condition()
-    assert agreement.wait_taken(1.0, 10.0)
+    assert agreement.wait_taken(agreement.wait_requested(1.0), 10.0)
 
 
 def test_a_request_before_the_first_load_stays() -> None:

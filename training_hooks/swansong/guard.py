@@ -26,7 +26,7 @@ from swansong._checkpoint.first_check import check_command
 from swansong._checkpoint.health import MIN, SPIKE, LossMonitor
 from swansong._checkpoint.load import RestoreError, load_checkpoint
 from swansong._checkpoint.saver import CLOSE_PATIENCE_S, Saver
-from swansong._checkpoint.survivors import Divisible, save_without_lost_ranks
+from swansong._checkpoint.survivors import Divisible, agree_to_wait, save_without_lost_ranks
 from swansong._daemon.channel import HAS_DAEMON, TICK_S, WATCHFUL_TICK_S, socket_path
 from swansong._daemon.progress import PauseWatch, Reporter
 from swansong._daemon.session import DaemonSession, GuardOptions
@@ -731,12 +731,23 @@ class Guard:
 
     def _answer(self) -> None:
         """After SIGTERM, let the training loop answer a request; the daemon may have got a notice, too."""
-        if self._session.staging is None:
+        staging = self._session.staging
+        if staging is None:
             return
         # The other half is for a save without lost ranks, of which a checkpoint of all ranks never comes.
         limit_s = END_LIMIT_S / 2 if self._can_lose_ranks else END_LIMIT_S
         self._answered = threading.Event()
-        is_taken = self._agreement.wait_taken(REQUEST_ARRIVAL_S, limit_s)
+        request_id = self._agreement.wait_requested(REQUEST_ARRIVAL_S)
+        if self._can_lose_ranks:
+            waits = agree_to_wait(
+                self._ranks,
+                self._session.start.id,
+                staging=staging,
+                secret=self._session.welcome.naming_secret,
+                is_requested=bool(request_id),
+            )
+            request_id = (request_id or self._agreement.wait_requested(limit_s)) if waits else ""
+        is_taken = request_id != "" and self._agreement.wait_taken(request_id, limit_s)
         self._has_left |= is_taken
         if is_taken:
             self._answered.wait(END_LIMIT_S)

@@ -14,7 +14,13 @@ from pathlib import Path
 from swansong._checkpoint.saver import Saver
 from swansong._log import log
 from swansong._ranks.agreement import Agreement, Due, Ranks
-from swansong._ranks.job_store import STORE_PREFIX, first_line, open_job_store, open_vm_store
+from swansong._ranks.job_store import (
+    STORE_PREFIX,
+    JobStore,
+    first_line,
+    open_job_store,
+    open_vm_store,
+)
 from swansong._ranks.survivors import Survivors, agree, named
 from swansong.layout import RankManifest
 from swansong.protocol import Failed
@@ -86,6 +92,21 @@ def save_without_lost_ranks(
     return Saver(lambda: write, in_background=False).save(agreement, staging, nonce, manifest)
 
 
+def agree_to_wait(
+    ranks: Ranks, start_id: str, *, staging: str, secret: str, is_requested: bool
+) -> bool:
+    """Whether the ranks of this VM that got SIGTERM wait for a request; raises nothing.
+
+    One of them may get the request a little too late.  The first rank decides for all, by whether it has one.
+    """
+    try:
+        store = _store_of_vm(ranks, start_id, staging, secret)
+        return store.compare_set("waits", "", str(is_requested)) == str(True).encode()
+    except Exception as error:
+        log.info("this rank decides alone about its end: %s", first_line(error))
+        return is_requested
+
+
 def _agree(ranks: Ranks, start_id: str, step: int, staging: str, secret: str) -> Survivors | None:
     """Agree with the living ranks of all VMs or, if the job's store is lost, with those of this VM."""
     if ranks.nodes > 1:
@@ -97,9 +118,12 @@ def _agree(ranks: Ranks, start_id: str, step: int, staging: str, secret: str) ->
                 "the store of the job is lost, too: %s; only the ranks of this VM agree",
                 first_line(error),
             )
+    return agree(_store_of_vm(ranks, start_id, staging, secret), "survivors", ranks, step)
+
+
+def _store_of_vm(ranks: Ranks, start_id: str, staging: str, secret: str) -> JobStore:
     name = f"{STORE_PREFIX}{ranks.nonce(start_id, 0, 'survivors', secret)}"
-    store = open_vm_store(staging, name, CONNECT_LIMIT_S)
-    return agree(store, "survivors", ranks, step)
+    return open_vm_store(staging, name, CONNECT_LIMIT_S)
 
 
 def _refusal(lost: list[int], missing: list[str]) -> str:

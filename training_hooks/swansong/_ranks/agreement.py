@@ -219,25 +219,18 @@ class Agreement:
         with self._changed:
             self._changed.wait_for(lambda: self._find(request_id) is None, limit_s)
 
-    def wait_taken(self, arrival_s: float, limit_s: float) -> bool:
-        """Wait for a request, and until this rank has taken its checkpoint.
-
-        Args:
-            arrival_s: longest wait for a request, if none is in progress.
-            limit_s: longest wait for the checkpoint.
-
-        Returns:
-            Whether the checkpoint is copied or in staging.
-        """
+    def wait_requested(self, limit_s: float) -> str:
+        """Wait until a request is in progress, and return its id; empty if the limit passed first."""
         with self._changed:
             # In looks: while the process is stopped, or a C function holds the interpreter's lock, no request
             # can arrive here, and the time must not count.
-            for _ in range(max(1, round(arrival_s / _LOOK_S))):
+            for _ in range(max(1, round(limit_s / _LOOK_S))):
                 if self._changed.wait_for(lambda: self._active is not None, _LOOK_S):
                     break
-            if self._active is None:
-                return False
-            request_id = self._active.request.id
+            return "" if self._active is None else self._active.request.id
+
+    def wait_taken(self, request_id: str, limit_s: float) -> bool:
+        """Wait until this rank has taken the checkpoint of a request; whether it is copied or in staging."""
         self.wait_finished(request_id, limit_s)
         with self._changed:
             return isinstance(self._answers.get(request_id), Accepted | Sealed)
