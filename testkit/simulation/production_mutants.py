@@ -43,7 +43,7 @@ MUTANTS = (
            "    left = memoryview(data)\n    while left:\n        left = left[os.write(fd, left) :]",
            "    os.write(fd, data)"),
     Mutant("swansong._checkpoint.saver",
-           "            if (last.manifest.step, last.manifest.start_id) != (step, start_id):\n"
+           "            if (last.manifest.step, last.manifest.start_id) != (new.step, new.start_id):\n"
            "                return False",
            "            if False:\n                return False"),
     Mutant("swansongd.trainers.translate",

@@ -57,15 +57,12 @@ class FieldType:
     """Clamps a value of the sender to the range; returns None if that is impossible."""
 
 
-def _integer(low: int, high: int) -> FieldType:
-    return FieldType(lambda value, name: bounds.integer(value, name, low, high))
+def _integer(low: int, high: int, fit: Callable[[Any], Any] = lambda value: value) -> FieldType:
+    return FieldType(lambda value, name: bounds.integer(value, name, low, high), fit)
 
 
 def _clamped_integer(low: int, high: int) -> FieldType:
-    return FieldType(
-        lambda value, name: bounds.integer(value, name, low, high),
-        lambda value: min(max(operator.index(value), low), high),
-    )
+    return _integer(low, high, lambda value: min(max(operator.index(value), low), high))
 
 
 def _clamped_number(low: float, high: float) -> FieldType:

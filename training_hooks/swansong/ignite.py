@@ -70,21 +70,25 @@ def attach(
         raise ValueError("accumulation= must be positive")
     objects = {name: item for name, item in to_save.items() if item is not trainer}
     _warn_about_metrics(trainer, objects)
-    position = _Position(trainer)
+    run = _EngineRun(trainer, loader, accumulation)
     state = TrainingState(
-        objects.pop("model", None), loader=loader, resize=resize, engine=position, **objects
+        objects.pop("model", None), loader=loader, resize=resize, engine=run, **objects
     )
-    guard = swansong.attach(state, **options)
-    _Handlers(trainer, guard, position, loader, accumulation)
-    return guard
+    run.guard = swansong.attach(state, **options)
+    trainer.add_event_handler(Events.STARTED, run.start)
+    return run.guard
 
 
-class _Position:
-    """The engine's iteration, and what decides how its run continues."""
+class _EngineRun:
+    """The engine's iteration, what decides how its run continues, and the handlers that report it."""
 
-    def __init__(self, trainer: Engine) -> None:
-        self._trainer = trainer
-        self.restored: dict[str, Any] | None = None
+    guard: swansong.Guard
+
+    def __init__(self, trainer: Engine, loader: Any, accumulation: int) -> None:
+        self._trainer, self._loader, self._accumulation = trainer, loader, accumulation
+        self._restored: dict[str, Any] | None = None
+        self._is_due = False
+        """Whether the last iteration is to be reported."""
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -94,25 +98,10 @@ class _Position:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._trainer.load_state_dict(state["engine"])
-        self.restored = state
+        self._restored = state
 
-
-class _Handlers:
-    def __init__(
-        self,
-        trainer: Engine,
-        guard: swansong.Guard,
-        position: _Position,
-        loader: Any,
-        accumulation: int,
-    ) -> None:
-        self._guard, self._position = guard, position
-        self._loader, self._accumulation = loader, accumulation
-        self._is_due = False
-        """Whether the last iteration is to be reported."""
-        trainer.add_event_handler(Events.STARTED, self._start)
-
-    def _start(self, trainer: Engine) -> None:
+    def start(self, trainer: Engine) -> None:
+        """Add the other handlers, and continue the restored run."""
         # Here, because handlers that the script adds before run() must come first.
         handlers = {
             Events.ITERATION_COMPLETED: self._end_iteration,
@@ -126,7 +115,7 @@ class _Handlers:
                 trainer.remove_event_handler(handler, event)
             trainer.add_event_handler(event, handler)
         self._check(trainer)
-        restored, self._position.restored = self._position.restored, None
+        restored, self._restored = self._restored, None
         if restored is not None:
             self._resume(trainer, restored)
 
@@ -154,7 +143,7 @@ class _Handlers:
         if restored["terminates"]:
             trainer.terminate()
         is_over = trainer.should_terminate or trainer._is_done(state)  # noqa: SLF001
-        if is_over and not self._guard.finished:  # the guard has logged the end of a finished run
+        if is_over and not self.guard.finished:  # the guard has logged the end of a finished run
             log.warning("the run finished at iteration %s: it does not train again", iteration)
 
     def _end_iteration(self, trainer: Engine) -> None:
@@ -174,8 +163,8 @@ class _Handlers:
     def _report(self, trainer: Engine) -> None:
         if self._is_due:
             self._is_due = False
-            self._guard.step(trainer.state.iteration, loss=_loss(trainer.state.output))
-            if self._guard.should_stop:
+            self.guard.step(trainer.state.iteration, loss=_loss(trainer.state.output))
+            if self.guard.should_stop:
                 trainer.terminate(skip_completed=True)
 
     def _warn_about_epoch(self, _trainer: Engine, iter_counter: int) -> None:
@@ -187,7 +176,7 @@ class _Handlers:
 
     def _complete(self, trainer: Engine) -> None:
         self._report(trainer)
-        self._guard.finish()
+        self.guard.finish()
 
 
 def _warn_about_metrics(trainer: Engine, objects: Mapping[str, Any]) -> None:

@@ -286,17 +286,17 @@ class Snapshots:
             "skip_batches=True needs a swansong.torch.TrainingState with a ResumableLoader"
         )
 
-    def digests(self) -> dict[str, Any]:
-        """Digests of what the last step has used, by name; see :mod:`swansong._checkpoint.redone`."""
+    def digests(self, *, with_weights: bool) -> dict[str, Any]:  # noqa: ARG002 - this state has none
+        """Digests of what the last step has used, by name; see :mod:`swansong._checkpoint.redone`.
+
+        Args:
+            with_weights: also of the weights after the step, which may take some time.
+        """
         return {}
 
     def gpus(self) -> set[Any]:
         """CUDA devices whose work the digests need."""
         return set()
-
-    def digests_of_weights(self) -> dict[str, Any]:
-        """Digests of the weights after the last step, by name; they may take some time."""
-        return {}
 
 
 class Functions(Snapshots):

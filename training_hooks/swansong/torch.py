@@ -297,17 +297,13 @@ class TrainingState(Divisible):
         """Whether the state is still that of the last ``guard.step()``, as far as it can be seen."""
         return self._boundary.is_here()
 
-    def digests(self) -> dict[str, Any]:
-        """Digests of the last batches and of the optimizers' options."""
-        return of_step(self._objects)
+    def digests(self, *, with_weights: bool) -> dict[str, Any]:
+        """Digests of the last batches, of the optimizers' options and of the parameters of each module."""
+        return of_step(self._objects) | (of_weights(self._objects) if with_weights else {})
 
     def gpus(self) -> set[torch.device]:
         """CUDA devices of the parameters."""
         return gpus_of(self._objects)
-
-    def digests_of_weights(self) -> dict[str, Any]:
-        """Digests of the parameters of each module."""
-        return of_weights(self._objects)
 
     def return_to_boundary(self) -> None:
         """Return to the state of the last ``guard.step()``, after a collective of the next step has failed.

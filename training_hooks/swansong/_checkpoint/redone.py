@@ -220,10 +220,10 @@ class RedoneSteps:
         if not self.is_wanted:
             return
         try:
-            parts = {**digests_of_generators(), **state.digests()}
-            if step in self._before or self._is_cheap():
-                begun_mono_s = time.monotonic()
-                parts.update(state.digests_of_weights())
+            begun_mono_s = time.monotonic()
+            with_weights = step in self._before or self._is_cheap()
+            parts = {**digests_of_generators(), **state.digests(with_weights=with_weights)}
+            if with_weights:
                 self._weighed_mono_s = time.monotonic()
                 self._weights_s = self._weighed_mono_s - begun_mono_s
             gpus = state.gpus()

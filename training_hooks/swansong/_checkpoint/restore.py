@@ -12,19 +12,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from swansong import protocol
 from swansong._checkpoint.load import RestoreError, lacks
 from swansong._log import log
 from swansong._ranks.choice import Choice, Outcome, RestoreChoice
 from swansong._ranks.start import TrainingStart
-from swansong.protocol import (
-    Message,
-    Refused,
-    Restored,
-    RestoreQuery,
-    Restoring,
-    ShardsTaken,
-    ShardVerified,
-)
 from swansong.state import Arrivals
 
 PATIENCE_S = 120.0
@@ -52,7 +44,7 @@ class RestoreClient:
 
     def __init__(
         self,
-        send: Callable[[Message], object],
+        send: Callable[[protocol.Message], object],
         start: TrainingStart,
         choice: RestoreChoice | None = None,
     ) -> None:
@@ -60,16 +52,16 @@ class RestoreClient:
         self._start = start
         self._choice = choice
         self._changed = threading.Condition()
-        self._query: RestoreQuery | None = None
-        self._answer: Restored | None = None
+        self._query: protocol.RestoreQuery | None = None
+        self._answer: protocol.Restored | None = None
         self._bytes_done = -1
         self._waits_for = ""
         self._progress_mono_s = self._reported_mono_s = 0.0
-        self._arrived: deque[tuple[ShardVerified, int]] = deque()
+        self._arrived: deque[tuple[protocol.ShardVerified, int]] = deque()
 
     def find_newest(
         self, arrivals: Arrivals | None = None, owners: Collection[int] | None = None
-    ) -> Restored:
+    ) -> protocol.Restored:
         """Return the newest whole checkpoint; its ``path`` is empty for a fresh run.
 
         A job over several VMs gets the files that its VM reads.  If that is not enough, for example because
@@ -86,7 +78,7 @@ class RestoreClient:
         if self._choice is None:
             self._wait_for_start()
             return self._completed(self._ask(arrivals), arrivals, owners)
-        found = Restored("")  # a fresh run
+        found = protocol.Restored("")  # a fresh run
 
         def choose(refused: Choice | None) -> Choice:
             nonlocal found
@@ -113,15 +105,15 @@ class RestoreClient:
         _check_choice(choice)
         return found
 
-    def _ask_first(self, arrivals: Arrivals | None, **query: Any) -> Restored:
+    def _ask_first(self, arrivals: Arrivals | None, **query: Any) -> protocol.Restored:
         """Ask, and forget the files of a checkpoint that the ranks have refused."""
         if arrivals is not None:
             arrivals.clear()
         return self._ask(arrivals, **query)
 
     def _completed(
-        self, answer: Restored, arrivals: Arrivals | None, owners: Collection[int] | None
-    ) -> Restored:
+        self, answer: protocol.Restored, arrivals: Arrivals | None, owners: Collection[int] | None
+    ) -> protocol.Restored:
         """Ask for all files of the same checkpoint if this rank reads others than it has named."""
         if (
             arrivals is None
@@ -136,7 +128,7 @@ class RestoreClient:
         log.info("restoring: this rank reads the files of all ranks")
         return self._ask(arrivals, **_named(answer))
 
-    def find_healthy(self, *, at_step: int, before_step: int) -> Restored:
+    def find_healthy(self, *, at_step: int, before_step: int) -> protocol.Restored:
         """Return the newest healthy checkpoint, and begin the start that is to load it.
 
         Args:
@@ -172,16 +164,16 @@ class RestoreClient:
             if self._query is not None:
                 self._send(self._query)
 
-    def receive(self, message: Restoring | Restored | Refused) -> None:
+    def receive(self, message: protocol.Restoring | protocol.Restored | protocol.Refused) -> None:
         """Take an answer, or a report of progress, from the daemon."""
         with self._changed:
             if self._query is None:
                 return
-            if isinstance(message, Refused):
-                self._answer = Restored(self._query.query_id, error=message.reason)
+            if isinstance(message, protocol.Refused):
+                self._answer = protocol.Restored(self._query.query_id, error=message.reason)
             elif message.query_id != self._query.query_id:
                 return
-            elif isinstance(message, Restored):
+            elif isinstance(message, protocol.Restored):
                 self._answer = message
             elif message.waits_for or message.bytes_done != self._bytes_done:
                 self._bytes_done = message.bytes_done
@@ -189,7 +181,7 @@ class RestoreClient:
                 self._report(message)
             self._changed.notify_all()
 
-    def receive_shard(self, message: ShardVerified, fd: int) -> None:
+    def receive_shard(self, message: protocol.ShardVerified, fd: int) -> None:
         """Take a file that the daemon has verified, and its descriptor; the training loop loads it."""
         with self._changed:
             if self._query is not None and message.query_id == self._query.query_id:
@@ -199,7 +191,7 @@ class RestoreClient:
             elif fd >= 0:
                 os.close(fd)
 
-    def _report(self, message: Restoring) -> None:
+    def _report(self, message: protocol.Restoring) -> None:
         if message.waits_for:
             if message.waits_for != self._waits_for:  # once: it may last for hours
                 self._waits_for = message.waits_for
@@ -212,9 +204,9 @@ class RestoreClient:
                 message.bytes_total / 1e9,
             )
 
-    def _ask(self, arrivals: Arrivals | None = None, **fields: Any) -> Restored:
+    def _ask(self, arrivals: Arrivals | None = None, **fields: Any) -> protocol.Restored:
         """Send a :class:`swansong.protocol.RestoreQuery` with these fields, and wait for the answer."""
-        query = RestoreQuery(
+        query = protocol.RestoreQuery(
             secrets.token_hex(8),
             **fields,
             start_id=self._start.id,
@@ -246,7 +238,7 @@ class RestoreClient:
                 )
         return answer
 
-    def _wait(self, query_id: str, arrivals: Arrivals | None) -> tuple[Restored, str]:
+    def _wait(self, query_id: str, arrivals: Arrivals | None) -> tuple[protocol.Restored, str]:
         """Return the answer, and the download whose files were loaded meanwhile; empty without one."""
         download, taken, confirmed_mono_s = "", 0, 0.0
         while True:
@@ -266,7 +258,7 @@ class RestoreClient:
                 taken += 1
             time.sleep(max(0.0, confirmed_mono_s + CONFIRM_EVERY_S - time.monotonic()))
             confirmed_mono_s = time.monotonic()
-            self._send(ShardsTaken(query_id, download, taken))
+            self._send(protocol.ShardsTaken(query_id, download, taken))
 
     def _wait_for_start(self) -> None:
         try:
@@ -284,11 +276,11 @@ class RestoreClient:
         self._changed.wait(left_s)
 
 
-def _named(answer: Restored) -> Choice:
+def _named(answer: protocol.Restored) -> Choice:
     return {"generation": answer.generation, "step": answer.step}
 
 
-def _healthy(answer: Restored) -> Restored:
+def _healthy(answer: protocol.Restored) -> protocol.Restored:
     if not answer.path:
         raise RestoreError("rollback failed: the run has no healthy checkpoint")
     return answer

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from swansong import openat
+from swansong import openat, protocol
 from swansong._checkpoint.redone import RedoneSteps
 from swansong._checkpoint.restore import RestoreClient
 from swansong._checkpoint.staging import remove_leftovers
@@ -23,26 +23,6 @@ from swansong._ranks.choice import RestoreChoice
 from swansong._ranks.rendezvous import Rendezvous
 from swansong._ranks.rounds import RoundRunner
 from swansong._ranks.start import TrainingStart
-from swansong.protocol import (
-    Bye,
-    Committed,
-    Declined,
-    Failed,
-    Fenced,
-    Finished,
-    Hello,
-    Message,
-    Redone,
-    Refused,
-    Request,
-    Restored,
-    Restoring,
-    ShardVerified,
-    StartDrawn,
-    Target,
-    Welcome,
-    Withdrawn,
-)
 
 
 @dataclass(frozen=True)
@@ -68,14 +48,14 @@ class DaemonSession:
 
     def __init__(self, ranks: Ranks, options: GuardOptions, tick: Callable[[], None]) -> None:
         self.ranks = ranks
-        self.welcome = Welcome(options.run, staging="")
+        self.welcome = protocol.Welcome(options.run, staging="")
         """The daemon's last answer to Hello; before the first one, and after the end, without ``staging``."""
         self.staging: str | None = None
         """Staging directory of the run; None before the welcome, after the end, and while it is unusable."""
         self._trouble = ""
         """The reason why the directory that the daemon has named cannot be used."""
         self.is_fenced = False
-        self.last_committed: Committed | None = None
+        self.last_committed: protocol.Committed | None = None
         capabilities = {
             "periodic": options.every_steps is None and options.every_s is None,
             "follow_ups": not options.stop_after_save,
@@ -104,10 +84,10 @@ class DaemonSession:
         self.restore = RestoreClient(self.channel.send, self.start, choice)
         self.redone = RedoneSteps(self.channel.send, ranks.rank, ranks.world_size)
 
-    def hello(self) -> Hello:
+    def hello(self) -> protocol.Hello:
         """Return the first message of each connection: identity and progress of this rank."""
         fields = {**dataclasses.asdict(self.ranks), **self.start.fields()}
-        return Hello(
+        return protocol.Hello(
             run=self.welcome.run,
             step=int(self.agreement.step),
             capabilities=list(self._capabilities),
@@ -127,7 +107,7 @@ class DaemonSession:
         if self._rounds is not None:
             self._rounds.close()
         self.agreement = Agreement(1, None, lambda _: None)
-        self.channel.close(Bye(reason))
+        self.channel.close(protocol.Bye(reason))
 
     # ------------------------------------------------------------ background thread
 
@@ -135,7 +115,7 @@ class DaemonSession:
         self._use_staging()
         self._tick()
 
-    def _answer(self, message: Message) -> object:
+    def _answer(self, message: protocol.Message) -> object:
         rounds = self._rounds
         return self.channel.send(message) if rounds is None else rounds.answer(message)
 
@@ -151,53 +131,57 @@ class DaemonSession:
         self.restore.resend()
         self.agreement.resend()
 
-    def _handle(self, message: Message, fd: int = -1) -> None:
-        if isinstance(message, ShardVerified):
+    def _handle(self, message: protocol.Message, fd: int = -1) -> None:
+        if isinstance(message, protocol.ShardVerified):
             self.restore.receive_shard(message, fd)
             return
         if fd >= 0:
             os.close(fd)
-        if isinstance(message, Welcome):
+        if isinstance(message, protocol.Welcome):
             self._welcomed(message)
-        elif isinstance(message, Request):
+        elif isinstance(message, protocol.Request):
             if self.staging is None:
-                self.channel.send(Declined(message.id, "the trainer cannot write to staging"))
+                self.channel.send(
+                    protocol.Declined(message.id, "the trainer cannot write to staging")
+                )
             elif self._rounds is not None:
                 self._rounds.request(message)
             elif not self.start.id:
-                self.channel.send(Declined(message.id, "rank 0 of this job is not connected"))
+                self.channel.send(
+                    protocol.Declined(message.id, "rank 0 of this job is not connected")
+                )
             else:
                 self.agreement.request(message)
-        elif isinstance(message, Target | Withdrawn) and self._rounds is not None:
+        elif isinstance(message, protocol.Target | protocol.Withdrawn) and self._rounds is not None:
             pass  # over several VMs only a round decides, and its decision is final
-        elif isinstance(message, Target):
+        elif isinstance(message, protocol.Target):
             self.agreement.target(message)
-        elif isinstance(message, Withdrawn):
+        elif isinstance(message, protocol.Withdrawn):
             self.agreement.withdraw(message.request_id)
-        elif isinstance(message, StartDrawn):
+        elif isinstance(message, protocol.StartDrawn):
             if self.rendezvous is None:
                 self.start.learn(message.start_id)
-        elif isinstance(message, Finished):
+        elif isinstance(message, protocol.Finished):
             if self.rendezvous is not None:
                 self.rendezvous.finished(message)
-        elif isinstance(message, Committed):
+        elif isinstance(message, protocol.Committed):
             # A healthy checkpoint can be committed after newer ones.
             self.last_committed = max(message, self.last_committed or message, key=_place)
-        elif isinstance(message, Redone):
+        elif isinstance(message, protocol.Redone):
             self.redone.expect(message)
-        elif isinstance(message, Fenced):
+        elif isinstance(message, protocol.Fenced):
             if not self.is_fenced:
                 log.warning("another VM has taken the run over (generation %s)", message.generation)
             self.is_fenced = True
-        elif isinstance(message, (Restoring, Restored, Refused)):
-            if isinstance(message, Refused) and message.reason != self.start.refusal:
+        elif isinstance(message, (protocol.Restoring, protocol.Restored, protocol.Refused)):
+            if isinstance(message, protocol.Refused) and message.reason != self.start.refusal:
                 self.start.refused(message.reason)  # repeated at each attempt to connect
                 log.warning(
                     "the daemon at %s refuses this process: %s", self.channel.path, message.reason
                 )
             self.restore.receive(message)
 
-    def _welcomed(self, welcome: Welcome) -> None:
+    def _welcomed(self, welcome: protocol.Welcome) -> None:
         self.welcome = welcome
         self.start.refused("")
         self.redone.is_wanted = welcome.takes_digests
@@ -233,9 +217,9 @@ class DaemonSession:
         if reason != self._trouble:
             self._trouble = reason
             log.warning("%s; training continues without checkpoints", reason)
-            self.channel.send(Failed("", int(self.agreement.step), reason))
+            self.channel.send(protocol.Failed("", int(self.agreement.step), reason))
 
 
-def _place(commit: Committed) -> tuple[int, int, bool]:
+def _place(commit: protocol.Committed) -> tuple[int, int, bool]:
     """The place of a commit in the order of the run."""
     return commit.generation, commit.step, commit.is_final

@@ -16,20 +16,11 @@ import dataclasses
 import threading
 import time
 
+from swansong import protocol
 from swansong._log import log
 from swansong._ranks.agreement import AGREEMENT_LIMIT_S, Agreement
 from swansong._ranks.job_store import JobStore, first_line, wait_for_key
 from swansong._ranks.rendezvous import Rendezvous
-from swansong.protocol import (
-    Agreed,
-    Declined,
-    Message,
-    PeerRequest,
-    Request,
-    Target,
-    decode,
-    encode,
-)
 
 DECISION_PART = 0.8
 """Part of the agreement limit that a round may take.  The training loop needs the rest to get the target."""
@@ -39,7 +30,7 @@ _URGENT_POLLS_PER_S = 20_000.0
 _RETRY_S = 0.5
 
 
-Decision = Target | Declined
+Decision = protocol.Target | protocol.Declined
 """The result of a round: the step at which all ranks save, or why no rank saves."""
 
 
@@ -76,26 +67,26 @@ def take_part(
     store.set(f"{key}/step/{rank}", str(step))
     if store.add(f"{key}/answers", 1) == world_size:
         steps = store.multi_get([f"{key}/step/{each}" for each in range(world_size)])
-        own: Decision = Target(request_id, max(int(value) for value in steps) + 1)
+        own: Decision = protocol.Target(request_id, max(int(value) for value in steps) + 1)
     else:
         every_s = max(_URGENT_POLL_S, world_size / _URGENT_POLLS_PER_S)
         if wait_for_key(store, decision, stop, every_s=every_s, limit_s=limit_s):
             return _decision(store.get(decision))
         reason = f"rank {rank} waited {limit_s:.1f} s for the ranks of the other VMs"
-        own = Declined(request_id, reason)
-    return _decision(store.compare_set(decision, "", encode(own).decode()))
+        own = protocol.Declined(request_id, reason)
+    return _decision(store.compare_set(decision, "", protocol.encode(own).decode()))
 
 
 def _decision(data: bytes) -> Decision:
-    found = decode(data)
-    assert isinstance(found, Target | Declined)
+    found = protocol.decode(data)
+    assert isinstance(found, protocol.Target | protocol.Declined)
     return found
 
 
-def _call(data: bytes) -> Request:
+def _call(data: bytes) -> protocol.Request:
     """Return the request that a round is for."""
-    found = decode(data)
-    assert isinstance(found, Request)
+    found = protocol.decode(data)
+    assert isinstance(found, protocol.Request)
     return found
 
 
@@ -115,8 +106,8 @@ class RoundRunner:
         self._lock = threading.Lock()
         self._number = 1
         """Number of the round that this rank takes part in, or waits for."""
-        self._in_progress: Request | None = None
-        self._peer_call: tuple[Request, float] | None = None
+        self._in_progress: protocol.Request | None = None
+        self._peer_call: tuple[protocol.Request, float] | None = None
         """The last urgent call from another VM, and its deadline in seconds of ``time.monotonic()``."""
         self._requested: set[str] = set()
         """Ids of the requests of this VM's daemon."""
@@ -144,7 +135,7 @@ class RoundRunner:
 
     # ------------------------------------------------------------ the daemon of this VM
 
-    def request(self, request: Request) -> None:
+    def request(self, request: protocol.Request) -> None:
         """Call a round for a request of the daemon; returns immediately."""
         with self._lock:
             is_new = request.id not in self._requested
@@ -165,9 +156,9 @@ class RoundRunner:
             call, deadline_mono_s = self._peer_call
             left_s = deadline_mono_s - time.monotonic()
             if left_s > 0:
-                self._rendezvous.send(PeerRequest(call.id, call.reason, left_s))
+                self._rendezvous.send(protocol.PeerRequest(call.id, call.reason, left_s))
 
-    def answer(self, message: Message) -> object:
+    def answer(self, message: protocol.Message) -> object:
         """Send an answer to the daemon, once for each request that the same round answers."""
         request_id = getattr(message, "request_id", "")
         for alias in self._aliases_of(request_id):
@@ -179,7 +170,7 @@ class RoundRunner:
 
     # ------------------------------------------------------------ calling a round
 
-    def _call(self, request: Request) -> None:
+    def _call(self, request: protocol.Request) -> None:
         limit_s = min(AGREEMENT_LIMIT_S, max(0.0, request.seconds_left) / 10)
         requested_mono_s = time.monotonic()
         try:
@@ -193,15 +184,19 @@ class RoundRunner:
                 self._requested.discard(request.id)
             self._calls = None
             reason = f"cannot reach the ranks of the other VMs: {first_line(error)}"
-            self._rendezvous.send(Declined(request.id, reason))
+            self._rendezvous.send(protocol.Declined(request.id, reason))
 
     def _call_round(
-        self, store: JobStore, rendezvous_id: str, request: Request, requested_mono_s: float
+        self,
+        store: JobStore,
+        rendezvous_id: str,
+        request: protocol.Request,
+        requested_mono_s: float,
     ) -> None:
         # All ranks of this VM get the request, and must call the same round.
         wanted = store.compare_set(f"{rendezvous_id}/request/{request.id}", "", str(self._number))
         left_s = request.seconds_left - (time.monotonic() - requested_mono_s)
-        own = encode(dataclasses.replace(request, seconds_left=left_s)).decode()
+        own = protocol.encode(dataclasses.replace(request, seconds_left=left_s)).decode()
         number, made = int(wanted), None
         # A round without urgency does not answer an emergency: call the next one.
         while made is None or request.urgency not in (made.urgency, "drain"):
@@ -246,14 +241,14 @@ class RoundRunner:
         try:
             if not is_of_this_vm and call.urgency == "emergency":
                 self._peer_call = (call, received_mono_s + call.seconds_left)
-                self._rendezvous.send(PeerRequest(call.id, call.reason, call.seconds_left))
+                self._rendezvous.send(protocol.PeerRequest(call.id, call.reason, call.seconds_left))
             self._save_together(store, key, call)
         finally:
             with self._lock:
                 self._in_progress = None
                 self._number += 1
 
-    def _save_together(self, store: JobStore, key: str, call: Request) -> None:
+    def _save_together(self, store: JobStore, key: str, call: protocol.Request) -> None:
         agreement, ranks = self._agreement, self._rendezvous.ranks
         step = agreement.request(call)
         try:
@@ -270,10 +265,10 @@ class RoundRunner:
         except Exception as error:
             agreement.abort(call.id, f"the store of the job failed: {first_line(error)}")
             raise
-        if isinstance(decision, Declined):
+        if isinstance(decision, protocol.Declined):
             agreement.abort(call.id, decision.reason)
             return
-        self.answer(Agreed(call.id, decision.step))
+        self.answer(protocol.Agreed(call.id, decision.step))
         agreement.target(decision)
         # The next round's request would replace this one in the agreement.
         agreement.wait_finished(call.id, call.seconds_left)
