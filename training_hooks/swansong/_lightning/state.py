@@ -238,7 +238,10 @@ class _Extras:
     # ------------------------------------------------------------ loading
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore in Lightning's order: module, data, callbacks, precision, loops, schedulers."""
+        """Restore in Lightning's order: module, data, callbacks, precision, loops, schedulers.
+
+        Not with Lightning's own functions for loops and schedulers, which do not expect the end of ``fit``.
+        """
         trainer, module = self._trainer, self._trainer.lightning_module
         known = self._known()
         checkpoint = {
@@ -248,13 +251,15 @@ class _Extras:
         fit_loop = state["progress"]["fit_loop"]
         checkpoint["loops"] = {"fit_loop": fit_loop}
         module.on_load_checkpoint(checkpoint)
-        datamodule, precision = trainer.datamodule, trainer.precision_plugin
-        if datamodule is not None and type(datamodule).__qualname__ in checkpoint:
-            datamodule.load_state_dict(checkpoint[type(datamodule).__qualname__])
-        self._load_callbacks(checkpoint)
-        precision.on_load_checkpoint(checkpoint)
-        if type(precision).__qualname__ in checkpoint:
-            precision.load_state_dict(checkpoint[type(precision).__qualname__])
+        connector = trainer._checkpoint_connector  # noqa: SLF001 - it has no public name
+        of_script, connector._loaded_checkpoint = connector._loaded_checkpoint, checkpoint  # noqa: SLF001
+        connector.restore_datamodule()
+        connector.restore_callbacks()
+        for each in trainer.callbacks:
+            if isinstance(each, pl.callbacks.BaseFinetuning):
+                each.on_fit_start(trainer, module)
+        connector.restore_precision_plugin_state()
+        connector._loaded_checkpoint = of_script  # noqa: SLF001
         trainer.fit_loop.load_state_dict(checkpoint["loops"]["fit_loop"])
         self._load_schedulers(checkpoint["lr_schedulers"])
         frozen = set(state["frozen"])
@@ -262,17 +267,6 @@ class _Extras:
             parameter.requires_grad_(name not in frozen)
         set_logged(trainer, {**state["logged"], "epoch": []})
         self.restored = state
-
-    def _load_callbacks(self, checkpoint: dict[str, Any]) -> None:
-        trainer = self._trainer
-        states = checkpoint["callbacks"]
-        for each in trainer.callbacks:
-            each.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
-        for each in trainer.callbacks:
-            if states.get(each.state_key):
-                each.load_state_dict(states[each.state_key])
-            if isinstance(each, pl.callbacks.BaseFinetuning):
-                each.on_fit_start(trainer, trainer.lightning_module)
 
     def _load_schedulers(self, states: list[dict[str, Any]]) -> None:
         configs = self._trainer.lr_scheduler_configs
