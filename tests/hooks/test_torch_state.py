@@ -251,7 +251,9 @@ def test_common_tensors_of_all_ranks_are_written_once(tmp_path: Path) -> None:
     whole = {"large": torch.randn(700, 500), "small": torch.randn(3), "number": torch.tensor(4)}
     world_size, sizes = 3, []
     for rank in range(world_size):
-        collector = Collector("model", rank, world_size, is_common=lambda _key, _tensor: True)
+        collector = Collector(
+            "model", Ranks(rank, world_size=world_size), is_common=lambda _key, _tensor: True
+        )
         nodes = {key: collector.encode(value, key) for key, value in whole.items()}
         own = tmp_path / f"rank-{rank:05d}"
         own.mkdir()
@@ -287,9 +289,9 @@ def test_a_sharded_tensor_of_a_larger_job_is_refused() -> None:
         tensor = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     finally:
         dist.destroy_process_group()
-    Collector("model", 0, 2).encode(tensor, "weight")
+    Collector("model", Ranks(world_size=2)).encode(tensor, "weight")
     with pytest.raises(ValueError, match=r"weight is sharded over 2 ranks, .* found 1"):
-        Collector("model", 0, 1).encode(tensor, "weight")
+        Collector("model", Ranks()).encode(tensor, "weight")
 
 
 def test_dcp_does_not_save_one_rank_as_the_whole_job(tmp_path: Path) -> None:

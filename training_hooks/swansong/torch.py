@@ -425,7 +425,8 @@ class TrainingState(Divisible):
 
     def _gather(self, but: Collection[str] = ()) -> tuple[dict[str, Any], list[Collector]]:
         """Return the index, without its files, and the collectors of the tensors to copy."""
-        others = self._collector(OTHERS)
+        collecting = functools.partial(Collector, ranks=self.ranks, lost=self._lost)
+        others = collecting(OTHERS)
         collectors = [others]
         objects: dict[str, Any] = {}
         common = self._common_memory()
@@ -435,8 +436,8 @@ class TrainingState(Divisible):
                 continue
             with trying("save", name, unwrap(item)):
                 if isinstance(item, torch.nn.Module):
-                    collector = self._collector(
-                        name, lambda _key, tensor: tensor.data_ptr() in common
+                    collector = collecting(
+                        name, is_common=lambda _key, tensor: tensor.data_ptr() in common
                     )
                     objects[name] = take_module(item, collector)
                     collectors.append(collector)
@@ -445,7 +446,8 @@ class TrainingState(Divisible):
                     if not has_known_layout(state):
                         objects[name] = others.encode(state, name)
                         continue
-                    collector = self._collector(name, functools.partial(_is_common, common, params))
+                    is_common = functools.partial(_is_common, common, params)
+                    collector = collecting(name, is_common=is_common)
                     objects[name] = take_optimizer(state, params, collector)
                     collectors.append(collector)
                 else:
@@ -465,14 +467,6 @@ class TrainingState(Divisible):
         if self._lost:
             index["without_ranks"] = sorted(self._lost)
         return index, collectors
-
-    def _collector(
-        self,
-        group: str,
-        is_common: Callable[[str, torch.Tensor], bool] = lambda _key, _tensor: False,
-    ) -> Collector:
-        ranks = self.ranks
-        return Collector(group, ranks.rank, ranks.world_size, is_common=is_common, lost=self._lost)
 
     def _common_memory(self) -> set[int]:
         # DDP keeps parameters equal on all ranks.  Each rank saves all other tensors itself.

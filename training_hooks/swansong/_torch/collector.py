@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from swansong._ranks.agreement import Ranks
 from swansong._torch.arena import TensorPiece
 from swansong._torch.safetensors import DTYPE_NAMES
 from swansong._torch.sharding import is_sharded, is_written_here, own_part, ranks_of_lost_parts
@@ -28,17 +29,15 @@ class Collector:
 
     Args:
         group: name of the object.
-        rank: of this process.
-        world_size: number of ranks.
+        ranks: position of this process among the ranks that take part.
         is_common: whether all ranks hold the same values in this plain tensor.
-        lost: ranks of the job that write nothing; ``rank`` and ``world_size`` count the others.
+        lost: ranks of the job that write nothing.
     """
 
     def __init__(
         self,
         group: str,
-        rank: int,
-        world_size: int,
+        ranks: Ranks,
         *,
         is_common: Callable[[str, torch.Tensor], bool] = lambda _key, _tensor: False,
         lost: Collection[int] = (),
@@ -52,8 +51,7 @@ class Collector:
         ``dtype`` of a tensor of which this rank holds no element: the rank has no file with its type.
         """
         self.group = group
-        self._rank = rank
-        self._world_size = world_size
+        self._rank, self._world_size = ranks.rank, ranks.world_size
         self._is_common = is_common
         self._lost = lost
         self._may_be_sharded = True
