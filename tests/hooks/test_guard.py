@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import swansong
 from swansong._checkpoint import restore
+from swansong._checkpoint.health import LossMonitor
 from swansong._checkpoint.saver import SaveCost
 from swansong._daemon.channel import TICK_S, WATCHFUL_TICK_S
 from swansong._daemon.progress import Reporter
@@ -907,10 +908,13 @@ def test_limits_of_the_agreement() -> None:
 def test_the_first_new_step_is_reported_without_a_wait() -> None:
     """The daemon measures a resume by it; the reports after it are rare again."""
     said: list[Message] = []
-    reporter = Reporter(lambda message: said.append(message) or True, start_of())  # type: ignore[func-returns-value]
+    reporter = Reporter(
+        lambda message: said.append(message) or True,  # type: ignore[func-returns-value]
+        *(start_of(), LossMonitor(), SaveCost()),
+    )
     reporter.started(40)
     for step in (40, 41, 42):
-        reporter.tick(step, 1.0, SaveCost())
+        reporter.tick(step)
     assert [report.step for report in said if isinstance(report, Progress)] == [40, 41]
 
 
@@ -930,9 +934,12 @@ def test_the_end_of_the_training_reports_its_last_step(is_connected: bool) -> No
     """Also if the start was not sent yet, because no daemon was connected."""
     said: list[Message] = []
     start = start_of()
-    reporter = Reporter(lambda message: is_connected and (said.append(message) or True), start)  # type: ignore[func-returns-value]
+    reporter = Reporter(
+        lambda message: is_connected and (said.append(message) or True),  # type: ignore[func-returns-value]
+        *(start, LossMonitor(), SaveCost()),
+    )
     reporter.started(40)
-    reporter.tick(41, 1.0, SaveCost())
+    reporter.tick(41)
     is_connected = True
     reporter.ended(45)
     reports = [(p.step, p.start_id) for p in said if isinstance(p, Progress)]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import swansong
+from swansong._checkpoint.health import LossMonitor
 from swansong._checkpoint.saver import SaveCost
 from swansong._daemon import progress
 from swansong._daemon.progress import PauseWatch, Reporter
@@ -97,7 +98,8 @@ def test_a_report_contains_whether_the_loss_is_finite(
     """A finite loss is included, a tensor is not read, and a poll alone causes a report."""
     monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
     said: list[Message] = []
-    reporter = Reporter(said.append, start_of())
+    health = LossMonitor()
+    reporter = Reporter(said.append, start_of(), health, SaveCost())
     tensor = Tensor(1.0)
     for step, loss, polls in (
         (1, 0.5, 0),
@@ -106,7 +108,8 @@ def test_a_report_contains_whether_the_loss_is_finite(
         (3, tensor, 0),
         (3, tensor, 1),
     ):
-        reporter.tick(step, loss, SaveCost(), polls)
+        health.loss = loss
+        reporter.tick(step, polls)
     facts = [(p.step, p.loss, p.loss_is_finite) for p in said if isinstance(p, Progress)]
     assert facts == [(1, 0.5, True), (2, None, False), (3, None, None), (3, None, None)]
     assert tensor.reads == 0
@@ -124,7 +127,9 @@ def test_an_odd_loss_does_not_cost_the_connection(
     monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
     said: list[Message] = []
     odd = SaveCost(save_s=math.nan, snapshot_s=-1.0, size_bytes=-5)
-    Reporter(said.append, start_of()).tick(1, loss, odd)
+    health = LossMonitor()
+    health.loss = loss
+    Reporter(said.append, start_of(), health, odd).tick(1)
     (report,) = said
     assert decode(encode(report)) == Progress(
         1, sent, is_finite, loss_is_usual=True, save_s=None, save_bytes=0, snapshot_s=0.0

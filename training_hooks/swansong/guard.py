@@ -173,7 +173,9 @@ class Guard:
         self._session = session
         self._agreement = session.agreement
         self._redone = session.redone
-        self._reporter = Reporter(session.channel.send, session.start)
+        self._reporter = Reporter(
+            session.channel.send, session.start, self._health, self._saver.cost, self._state.own_s
+        )
 
     # ------------------------------------------------------------ the training loop
 
@@ -695,21 +697,12 @@ class Guard:
     # ------------------------------------------------------------ background thread
 
     def _tick(self) -> None:
-        cost = self._saver.cost
         every_s = self._options.every_s
-        if every_s is not None and time.monotonic() - cost.saved_mono_s >= every_s:
+        if every_s is not None and time.monotonic() - self._saver.cost.saved_mono_s >= every_s:
             self._agreement.periodic_is_due()
         with self._reporter.lock:
             step = int(self._agreement.step)
-            health = self._health
-            self._reporter.tick(
-                step,
-                health.loss,
-                cost,
-                self._polls,
-                is_usual=health.is_healthy,
-                own_s=self._state.own_s,
-            )
+            self._reporter.tick(step, self._polls)
         self._redone.tick()
         self._pauses.tick(step, self._polls, self._session.welcome.grace_s)
         # The daemon records a resume with its first new step, and the power may be cut right after it.

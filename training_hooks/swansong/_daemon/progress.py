@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from swansong._checkpoint.health import LossMonitor
 from swansong._checkpoint.saver import SaveCost
 from swansong._log import log
 from swansong._ranks.start import TrainingStart
@@ -26,11 +27,22 @@ class Reporter:
     Args:
         send: sends a message to the daemon, without blocking.
         start: that this rank belongs to.
+        health: loss of the last step.  Only a plain number is sent: reading a tensor blocks on its device.
+        cost: of the last save.  The time for which saves blocked the loop does not count as step time.
+        own_s: returns the time of the part of a step in which this rank waits for no other.
     """
 
-    def __init__(self, send: Callable[[Message], object], start: TrainingStart) -> None:
+    def __init__(
+        self,
+        send: Callable[[Message], object],
+        start: TrainingStart,
+        health: LossMonitor,
+        cost: SaveCost,
+        own_s: Callable[[], float | None] = lambda: None,
+    ) -> None:
         self._send = send
         self._start = start
+        self._health, self._cost, self._own_s = health, cost, own_s
         self._last = Progress(step=-1)
         self._unsent_step: int | None = None
         """First step of a start of the training that was not sent yet."""
@@ -42,32 +54,19 @@ class Reporter:
         self._last_mono_s = time.monotonic()
         self._last_blocked_s = 0.0
 
-    def tick(
-        self,
-        step: int,
-        loss: Any,
-        cost: SaveCost,
-        polls: int = 0,
-        *,
-        is_usual: bool = True,
-        own_s: Callable[[], float | None] = lambda: None,
-    ) -> None:
+    def tick(self, step: int, polls: int = 0) -> None:
         """Report after a step, a save or a poll, if the last report is at least :data:`INTERVAL_S` old.
 
         The first new step after a start is reported without this wait.
 
         Args:
             step: last completed step.
-            loss: of that step.  Only a plain number is sent, because reading a tensor blocks on its device.
-            cost: of the last save.  The time for which saves blocked the loop does not count as step time.
             polls: number of polls so far.
-            is_usual: whether the losses of the last steps were neither infinite nor above their limit.
-            own_s: returns the time of the part of a step in which this rank waits for no other.
         """
         self._send_start()
         now = time.monotonic()
         elapsed_s = now - self._last_mono_s
-        last = self._last
+        last, cost = self._last, self._cost
         known = (last.step, last.save_s, self._last_polls)
         is_first = self.awaits_step and step > last.step >= 0
         if (elapsed_s < INTERVAL_S and not is_first) or (step, cost.save_s, polls) == known:
@@ -76,7 +75,7 @@ class Reporter:
         if step > last.step >= 0 and not self.awaits_step:
             stepping_s = elapsed_s - (cost.blocked_s - self._last_blocked_s)
             step_s = max(0.0, stepping_s) / (step - last.step)
-        number = _plain(loss)
+        number = _plain(self._health.loss)
         is_finite = None if number is None else math.isfinite(number)
         self._last_mono_s, self._last_blocked_s = now, cost.blocked_s
         self._last_polls = polls
@@ -84,9 +83,9 @@ class Reporter:
             step=step,
             loss=number if is_finite else None,
             loss_is_finite=is_finite,
-            loss_is_usual=None if number is None else is_usual,
+            loss_is_usual=None if number is None else self._health.is_healthy,
             step_s=step_s,
-            own_s=own_s(),
+            own_s=self._own_s(),
             save_s=cost.save_s,
             save_bytes=cost.size_bytes,
             snapshot_s=cost.snapshot_s,
