@@ -94,7 +94,7 @@ def _doubt_undurable(transition: Transition) -> None:
     doubtful = [
         s
         for s in state.staging.usable
-        if s.written_ns < state.settings.booted_wall_ns
+        if not _is_of_boot(state, s)
         and (s.framework != "swansong" or s.kind is CheckpointKind.EMERGENCY)
     ]
     for staged in doubtful:
@@ -106,6 +106,18 @@ def _doubt_undurable(transition: Transition) -> None:
             reason="it was not flushed to the disk before the last boot, and may be torn",
         )
     give_up(transition, {staged.id for staged in doubtful})
+
+
+def _is_of_boot(state: State, staged: Staged) -> bool:
+    """Whether a process of this boot has written the set.
+
+    The claim record names the boot of a start.  Without it the time of the files has to do, although the
+    clock may be wrong after a boot.
+    """
+    start = state.start_of(staged.id.start)
+    if start is None or not start.has_hooks:
+        return staged.written_ns >= state.settings.booted_wall_ns
+    return start.is_of_boot
 
 
 def give_up(transition: Transition, ids: Set[CheckpointId]) -> None:

@@ -117,6 +117,8 @@ def prepare(staging: Path, run: str) -> RunDirectory:
     try:
         with explained(path, "let the daemon's user write to the staging directory"):
             run_fd = _open_run(staging_fd, run)
+            # The hooks sync their sets and the entries of this directory, but not the entry for it.
+            os.fsync(staging_fd)
     finally:
         os.close(staging_fd)
     try:

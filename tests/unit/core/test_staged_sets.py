@@ -145,20 +145,25 @@ def test_status_shows_the_flush_and_the_pressure() -> None:
 
 
 @pytest.mark.fault("D06")
-def test_a_set_that_was_not_flushed_before_the_boot_is_never_committed() -> None:
-    """An emergency set may be torn, a periodic one was flushed; their start still has its claim."""
-    recorded = [Start(id="a", generation=2, is_of_boot=False, is_open=False)]
+@pytest.mark.parametrize(
+    ("booted_wall_ns", "is_of_boot", "step"), [(2, False, 50), (0, False, 50), (2, True, 60)]
+)
+def test_a_set_that_was_not_flushed_before_the_boot_is_never_committed(
+    booted_wall_ns: int, *, is_of_boot: bool, step: int
+) -> None:
+    """An emergency set may be torn, a periodic one was flushed.  The claim record decides, not the clock."""
+    recorded = [Start(id="a", generation=2, is_of_boot=is_of_boot, is_open=is_of_boot)]
     staged = [a_set(50), a_set(60, request_id="r")]
     story = Story(
         claimed=False,
         staged=staged,
         recorded=recorded,
-        booted_wall_ns=2,  # the files are of the time 1
+        booted_wall_ns=booted_wall_ns,  # the files are of the time 1
     )
     story.scan()
     story.tell(GenerationClaimed("a", 2, None))
     story.store_all()
-    assert story.state.commits.last == CommitRef(2, 50)
+    assert story.state.commits.last == CommitRef(2, step)
 
 
 @pytest.mark.fault("H01")
