@@ -150,7 +150,7 @@ class Emulator(ABC):
         return None
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     server: _Server
@@ -272,7 +272,7 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, emulator: Emulator, address: tuple[str, int]) -> None:
         self.emulator = emulator
-        super().__init__(address, _Handler)
+        super().__init__(address, Handler)
 
     def shutdown_request(self, request: Any) -> None:
         # Without the shutdown of the base class, which would hide a reset.

@@ -6,9 +6,11 @@ its threads, and a trainer with a guard of :func:`swansong.attach`.  Daemons and
 requests fail, replies are lost, disks return errors, notices arrive and VMs end.  A VM may also freeze and
 continue while the next one runs.  The store, the cloud and the training are simulated.
 
-A process that a disk error ends is started again, as by systemd and by the supervisor of the training.
+A process that a disk error ends is started again, as by systemd and by the supervisor of the training.  A VM
+may lose its power and boot again with its disk (:mod:`testkit.simulation.disk`), and has the metadata service
+of a cloud (:mod:`testkit.simulation.metadata`), which fails and withdraws notices.
 
-Not covered: several VMs in one job, several ranks, power cuts, inotify, and what needs real processes.
+Not covered: several VMs in one job, several ranks, inotify, and what needs real processes.
 
     python -m testkit.simulation.production FIRST COUNT [--stop]
 
@@ -57,22 +59,29 @@ import structlog
 import swansong
 import swansong.guard
 from swansong import RestoreError, openat
+from swansong._checkpoint import saver, staging
 from swansong_bucket.errors import SwansongError, Transient
 from swansong_bucket.format import wall
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.model import CommitRef, DeadlineQuality, Notice, Severity
 from swansong_bucket.runs import catalog, commit
+from swansong_bucket.transfer import target
 from swansongd.config.config import parse
 from swansongd.core.events import NoticeRaised
 from swansongd.service import signal_reader, storage
 from swansongd.service.service import Service
+from swansongd.sources import metadata
 from swansongd.staging import prepare
 from swansongd.staging.observe import StagingObserver
 from swansongd.trainers import peers
 from swansongd.trainers.peers import Peer
 from swansongd.util import boot
 
+from testkit.emulators import aws_imds, gcp_metadata
 from testkit.memory_store import MemoryStore
+from testkit.simulation import disk
+from testkit.simulation.disk import Disk
+from testkit.simulation.metadata import EMULATORS, Cloud
 from testkit.simulation.schedule import Schedule
 
 RUN = "run"
@@ -91,8 +100,8 @@ DISK_ERRORS = {
     errno.EMFILE: {"open", "dup", "listdir", "scandir"},
 }
 """The functions of :mod:`os` that fail with each error."""
-SEED_LIMIT_S = 60.0
-"""Real time after which a seed counts as a hang.  It needs one second."""
+SEED_LIMIT_S = 300.0
+"""Real time after which a seed counts as a hang.  It needs two seconds of an idle CPU."""
 
 
 def content(line: str, step: int, name: str) -> bytes:
@@ -143,18 +152,24 @@ class Vm:
         self.directory = world.directory / self.name
         self.directory.mkdir()
         self.boot_id = f"0000000{number}-0000-0000-0000-000000000000"
+        kind = world.random.choice([*EMULATORS, "none", "none", "none"])
+        self.cloud = None if kind == "none" else Cloud(self, kind)
         self.config = parse(
             {
                 "run": {"name": RUN},
                 "staging": {"path": str(self.directory / "staging")},
                 "store": {"url": "s3://bucket"},
-                "sources": {"cloud": "none", "gpu": "off", "system_bus": "unix:path=/nonexistent"},
+                "sources": {"cloud": kind, "gpu": "off", "system_bus": "unix:path=/nonexistent"},
                 "trainer": {"socket": str(self.directory / "s"), "users": [os.geteuid()]},
                 "flush": {"connections": 2},
                 "metrics": {},
             }
         )
         (self.directory / "staging").mkdir()
+        self.disk = Disk(self.directory / "staging")
+        self.booted_wall_s = world.schedule.wall_s
+        self.sealed: tuple[str, int] | None = None
+        """Line and step of the newest set that was sealed and synced since the last resume."""
         self.daemons = self.trainers = 0
         self.is_on, self.is_frozen = True, False
         self.daemon_runs = self.trainer_runs = False
@@ -163,6 +178,10 @@ class Vm:
         self.training: Training | None = None
         self.floor: int | None = None
         """Step that the training had completed at the notice.  SAFE needs this step or a later one."""
+        self.is_ending = False
+        """Whether training ends after this step."""
+        self.evacuation_id = ""
+        """The evacuation that the floor is of; a restarted daemon continues it."""
         self.lifeline = -1
         """Writing end of a pipe that takes the place of the trainer's pidfd."""
         self.lifeline_read = -1
@@ -207,16 +226,21 @@ class Vm:
         try:
             self.service = Service(self.config)
             self.service.run()
+            self._restart("daemon", None, self.kill_daemon, self.start_daemon)
         except (OSError, SwansongError) as error:
             self._restart("daemon", error, self.kill_daemon, self.start_daemon)
 
     def _restart(
-        self, what: str, error: Exception, kill: Callable[[], None], start: Callable[[], None]
+        self,
+        what: str,
+        error: Exception | None,
+        kill: Callable[[], None],
+        start: Callable[[], None],
     ) -> None:
-        """The current process ends with an error, and starts again."""
-        if not self.disk_good_at_s:
+        """The current process ends, perhaps with an error, and starts again."""
+        if error is not None and not self.disk_good_at_s:
             raise error
-        self.world.count(f"{what} ended by a disk error")
+        self.world.count(f"{what} ended" + (" by a disk error" if error else ""))
 
         def restart() -> None:
             kill()
@@ -232,6 +256,8 @@ class Vm:
         service, self.service = self.service, None
         if service is None:
             return
+        if self.cloud is not None:
+            self.cloud.disconnect()
         os.close(service._staging.own_fd)
         channel = service._channel
         for connection in channel._connections.values():
@@ -255,6 +281,7 @@ class Vm:
     def _train(self) -> None:
         try:
             self._train_on()
+            self._restart("trainer", None, self.kill_trainer, self.start_trainer)
         except (OSError, RestoreError) as error:
             self._restart("trainer", error, self.kill_trainer, self.start_trainer)
 
@@ -276,11 +303,15 @@ class Vm:
         world.resumed(training.line, restored, self, before)
         training.line = f"{self.name}-{self.trainers:03}"
         training.step = restored
-        while True:
+        self.is_ending = False
+        while not self.is_ending:
             world.schedule.sleep(world.random.uniform(0.05, 0.4))
             training.step += 1
             world.trained(training)
             guard.step(training.step)
+        if guard.finish(20):
+            with world.schedule.outside():
+                world.check_kept("finished", training.line, training.step, *world.read_back())
 
     def kill_trainer(self) -> None:
         self.trainer_runs = False
@@ -295,8 +326,25 @@ class Vm:
             os.close(self.lifeline)
             self.lifeline = -1
 
+    def cut_power(self) -> None:
+        """Lose the power; the VM can boot again with the disk of staging."""
+        world = self.world
+        world.schedule.kill(f"{self.name}-supervisor")
+        self.kill_trainer()
+        self.kill_daemon()
+        (self.directory / "s").unlink(missing_ok=True)
+        with world.schedule.outside():
+            self.disk.cut(world.random, world.schedule.wall_s)
+            if world.random.random() < 0.2:
+                self.sealed = None
+                disk.spoil_own_files(self.disk.root, world.random)
+        self.boot_id = f"{int(self.boot_id[:8]) + 100:08}{self.boot_id[8:]}"
+        # The clock of a new boot may be wrong while the daemon starts.
+        self.booted_wall_s = world.schedule.wall_s + world.random.choice([0.0, 0.0, -60.0, 60.0])
+
     def power_off(self) -> None:
         self.is_on = False
+        self.world.schedule.kill(f"{self.name}-metadata")
         self.kill_trainer()
         self.kill_daemon()
         shutil.rmtree(self.directory)
@@ -384,7 +432,8 @@ class World:
                 raise OSError(vm.disk_error, os.strerror(vm.disk_error))
             if call in {"write", "pwrite", "preadv"} and self.random.random() < SHORT_SHARE:
                 args = (args[0], _short(args[1]), *args[2:])
-            result = real(*args, **options)
+            with self.schedule.outside():
+                result = vm.disk.carry_out(call, real, args, options)
             if call == "scandir":
                 result = _Entries(result)
             if call in {"listdir", "scandir"}:
@@ -394,12 +443,30 @@ class World:
 
         return replaced
 
+    def connect(self, _url: str, _end_mono_s: float) -> Any:
+        assert self.vm.cloud is not None
+        return self.vm.cloud.connect()
+
+    def sync_disk(self, _: int) -> None:
+        with self.schedule.outside():
+            self.vm.disk.sync_all()
+
     # ------------------------------------------------------------ what must hold
 
     @property
     def vm(self) -> Vm:
         """The VM of the current thread."""
         return self.vms[self.schedule.current.group.partition("-")[0]]
+
+    def sealing(
+        self, directory: str, nonce: str, manifest: Any, save: Any, *, durable: bool
+    ) -> staging.Written:
+        """Write a checkpoint, and note whether it must survive a power cut."""
+        vm, training = self.vm, self.vm.training
+        written = staging.write_checkpoint(directory, nonce, manifest, save, durable=durable)
+        if written.is_sealed and durable and training is not None:
+            vm.sealed = training.line, manifest.step
+        return written
 
     def trained(self, training: Training) -> None:
         self.steps[training.line] = training.step
@@ -412,13 +479,20 @@ class World:
             self.problems.append(
                 f"{vm.name} resumed from step {step} of {line}, which never existed"
             )
-        if before[1] and not self._continues(line, step, *before):
-            self.problems.append(
-                f"{vm.name} resumed from step {step} of {line}, but {before} was committed"
-            )
+        self.check_kept("committed", *before, line, step)
+        if vm.sealed and vm is list(self.vms.values())[-1] and not vm.disk_good_at_s:
+            self.check_kept("sealed", *vm.sealed, line, step)
+        vm.sealed = None
         if step < self.promised:
             self.problems.append(
                 f"{vm.name} resumed from step {step}, but {self.promised} was SAFE"
+            )
+
+    def check_kept(self, what: str, earlier: str, earlier_step: int, line: str, step: int) -> None:
+        """Check that a state continues an earlier one, which was committed, sealed or finished."""
+        if earlier_step and not self._continues(line, step, earlier, earlier_step):
+            self.problems.append(
+                f"step {step} of {line} is the newest, but step {earlier_step} of {earlier} was {what}"
             )
 
     def log(self, event: dict[str, Any]) -> None:
@@ -429,6 +503,10 @@ class World:
             self.count(str(event.get("verdict")))
             if event.get("verdict") == "SAFE":
                 self._judge(event)
+        if event.get("phase") == "notice" and event["id"] != self.vm.evacuation_id:
+            self._note_floor(self.vm, event["id"])
+        if self.vm.cloud is not None:
+            self.vm.cloud.check_log(event)
         if event["event"].endswith("_fault"):
             self.problems.append(f"{event}\n{traceback.format_exc()}")
 
@@ -439,10 +517,12 @@ class World:
             newest = self.newest()
         said_generation, said_step = event["generation"], event["step"]
         said = f"SAFE for generation {said_generation} step {said_step}"
-        is_exact = newest == CommitRef(said_generation, said_step) and step == said_step
+        # The next commit of the same start may have come an instant before the verdict.
+        is_kept = newest is not None and newest.generation == said_generation
+        is_kept = is_kept and said_step <= step
         is_overtaken = newest is not None and newest.generation > said_generation
         own = f"{self.vm.name}-"
-        if not is_exact and not (is_overtaken and self._continues(line, step, own, said_step)):
+        if not is_kept and not (is_overtaken and self._continues(line, step, own, said_step)):
             self.problems.append(f"{said}, but the newest is {newest} with step {step} of {line}")
         if self.steps.get(line, -1) < step:
             self.problems.append(f"{said}, but step {step} of {line} never existed")
@@ -573,14 +653,19 @@ class World:
         self._notice(vm, 110.0)
         if not self.schedule.wait(lambda: self.counts.get("SAFE", 0) > before, 60):
             self.problems.append(f"without faults, a notice on {vm.name} did not end SAFE")
+        if vm.cloud is not None:
+            vm.kill_trainer()  # to save time
+            vm.cloud.disturb()
+            vm.cloud.await_detection()
         vm.power_off()
 
     def _notice(self, vm: Vm, seconds: float) -> bool:
         if vm.service is None:
             return False
         self.count("notice")
-        if vm.training is not None and vm.training.line:
-            vm.floor = vm.training.step - 1  # the call of guard.step with the newest may be ahead
+        if vm.cloud is not None:
+            vm.cloud.show(seconds)
+            return True
         vm.service._post(
             NoticeRaised(
                 Notice(
@@ -596,8 +681,15 @@ class World:
         )
         return True
 
+    def _note_floor(self, vm: Vm, evacuation_id: str) -> None:
+        vm.evacuation_id = evacuation_id
+        if vm.training is not None and vm.training.line:
+            vm.floor = vm.training.step - 1  # the call of guard.step with the newest may be ahead
+
     def _disturb(self, vm: Vm) -> None:
-        what = self.random.choice(["daemon", "trainer", "both", "outage", "disk", "nothing"])
+        what = self.random.choice(
+            ["daemon", "trainer", "both", "power", "end", "cloud", "outage", "disk", "nothing"]
+        )
         if self.random.random() < 0.5:  # during the reply to a create
             created = self.creates
             self.schedule.wait(lambda: self.creates > created, 10)
@@ -606,8 +698,18 @@ class World:
             before, self.fault_share = self.fault_share, 1.0
             self.schedule.sleep(self.random.uniform(0, 15))
             self.fault_share = before
+        if what == "cloud" and vm.cloud is not None:
+            vm.cloud.disturb()
         if what == "disk":
             vm.spoil_disk(self.random.uniform(0, 15))
+        if what == "end" and vm.service is not None:
+            daemon = f"{vm.name}-daemon-{vm.daemons}"
+            stop = vm.service._on_signal
+            self.schedule.start(stop, (signal.SIGTERM,), group=daemon, name="signal")
+            vm.is_ending = self.random.random() < 0.5
+        if what == "power":
+            self.count("power cut")
+            vm.cut_power()
         if what in {"daemon", "both"}:
             self.count("daemon killed")
             vm.kill_daemon()
@@ -615,9 +717,9 @@ class World:
             self.count("trainer killed")
             vm.kill_trainer()
         self.schedule.sleep(self.random.uniform(0, 2))
-        if what in {"daemon", "both"}:
+        if what in {"daemon", "both", "power"}:
             vm.start_daemon()
-        if what in {"trainer", "both"}:
+        if what in {"trainer", "both", "power"}:
             vm.start_trainer()
 
 
@@ -645,7 +747,12 @@ def _patch(world: World) -> None:
     storage.open_stores = lambda *_: (world.store, world.store, None)
     StagingObserver._watch = lambda _: None  # type: ignore[method-assign, assignment]
     boot.boot_id = lambda: world.vm.boot_id
-    wall.datetime = _Datetime  # type: ignore[attr-defined]
+    boot.booted_wall_ns = lambda: int(world.vm.booted_wall_s * 1e9)
+    saver.write_checkpoint = world.sealing
+    target.sync_file_system = world.sync_disk
+    for module in (wall, aws_imds, gcp_metadata):
+        module.datetime = _Datetime  # type: ignore[attr-defined]
+    metadata._connect = world.connect
 
     def take(_logger: object, _level: str, event: Any) -> Any:
         world.log(event)

@@ -86,6 +86,8 @@ class Schedule:
         self._switches_max = switches_max
         self.failures: list[BaseException] = []
         """Errors that ended a thread."""
+        self.skews_s: dict[str, float] = {}
+        """How much the wall clocks of some processes are ahead."""
         self._fatal: BaseException | None = None
         """An error of the schedule itself: the main thread raises it, and the others never run again."""
         self.current = self._main = Task("main", "world")
@@ -96,7 +98,7 @@ class Schedule:
 
     @property
     def wall_s(self) -> float:
-        return self.now_s + _WALL_OFFSET_S
+        return self.now_s + _WALL_OFFSET_S + self.skews_s.get(self.current.group, 0.0)
 
     # ------------------------------------------------------------ switches
 
