@@ -6,7 +6,6 @@ Every optimizer step adds one to each weight, so the step determines the restore
 fresh run; its restart does not die again.
 With ``--bad-from N --bad-rank K`` the loss of that rank, and with it the mean loss, is NaN from step N on;
 after the second such step all ranks roll back together.
-The forward pass of ``--slow-rank K`` takes 50 ms longer.
 """
 
 from __future__ import annotations
@@ -59,14 +58,11 @@ def main() -> None:
     parser.add_argument("--die-node", type=int, default=-1)
     parser.add_argument("--bad-from", type=int, default=sys.maxsize)
     parser.add_argument("--bad-rank", type=int, default=-1)
-    parser.add_argument("--slow-rank", type=int, default=-1)
     options = parser.parse_args()
     dist.init_process_group("gloo")
     model = torch.nn.Linear(100, 10, bias=False)
     torch.nn.init.zeros_(model.weight)
     pause = threading.Event()
-    if dist.get_rank() == options.slow_rank:
-        model.register_forward_hook(lambda *_: pause.wait(0.05) or None)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
     state = DyingState(ddp, optimizer)

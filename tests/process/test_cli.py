@@ -181,34 +181,6 @@ def test_a_run_with_only_damaged_commits_is_not_a_fresh_one(place: Place) -> Non
 
 
 @pytest.mark.fault("G12")
-def test_a_full_target_is_found_before_the_download(place: Place) -> None:
-    """On a file system of 64 KiB the exit code is 15, the error states the sizes, and no file is left."""
-    if not shutil.which("unshare"):
-        pytest.skip("needs unshare")
-    small = place.tmp_path / "small"
-    small.mkdir()
-    commit(place.store, {"big": os.urandom(100_000)})
-    mount = f"mount -t tmpfs -o size=64k tmpfs {small} || exit 99"
-    inside = f'{mount}; "$@"; code=$?; ls -A {small}; exit $code'
-    done = subprocess.run(
-        [
-            *("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", inside, "sh"),
-            *place.command("restore", "--to", str(small / "here")),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    if done.returncode not in (0, 15):
-        pytest.skip(f"no mount namespace here: {done.stderr}")
-    assert done.returncode == 15
-    assert is_one_line_of_swansong(done.stderr)
-    assert "needs 100000 bytes; 65536 are free" in done.stderr
-    assert done.stdout == ""
-
-
-@pytest.mark.fault("G12")
 def test_a_write_error_of_the_target_does_not_select_an_older_commit(place: Place) -> None:
     """A write exceeds a limit: the exit code is 15, the older commit is not restored, no file is left."""
     commit(place.store, {"a": b"small"}, step=50)
@@ -259,20 +231,6 @@ def slow_restore(place: Place, *, mild: bool) -> Iterator[subprocess.Popen[str]]
     finally:
         process.kill()
         process.communicate(timeout=30)
-
-
-@pytest.mark.fault("G11")
-def test_a_killed_restore_can_be_run_again(place: Place) -> None:
-    """After a SIGKILL there is no destination; the second run reuses the fetched bytes."""
-    commit(place.store, FILES)
-    with slow_restore(place, mild=False) as process:
-        process.kill()
-        process.wait(30)
-    (left,) = os.listdir(place.to.parent)
-    assert left.startswith(".here.partial-")
-    assert place.run_json("restore", "--to", str(place.to))["reused_bytes"] > 0
-    assert tree(place.to) == FILES
-    assert os.listdir(place.to.parent) == ["here"]
 
 
 @pytest.mark.fault("G11")

@@ -4,15 +4,11 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from testkit.clouds import Aws, Bucket
-from testkit.committed import tree
-from testkit.killed_daemons import killed_at_each_request
-from testkit.staged import write_set
 from testkit.waiting import until
 
 
@@ -87,33 +83,3 @@ def test_killed_between_request_and_seal_it_repeats_the_request_and_the_trainer_
     restarted.lines.wait(event="verdict", verdict="SAFE")
     assert restarted.lines.all(event="evacuation", phase="notice")[0]["id"] == before["id"]
     assert [manifest["kind"] for manifest in bucket.manifests()] == ["emergency"]
-
-
-@pytest.mark.fault("H01", "G01", "G02", "G05")
-def test_killed_at_any_request_restore_returns_the_old_or_the_new_checkpoint(
-    bucket: Bucket, new_vm: Any, tmp_path: Path
-) -> None:
-    """The first process of the daemon dies at its first request, the second at its second, until one commits.
-
-    Each request takes effect, and its reply is lost.
-    """
-    vm = new_vm("vm", bucket.store)
-    daemon = vm.start_daemon()
-    old = write_set(vm.run_directory, step=7, nonce="old", ranks=1)
-    daemon.lines.wait(event="committed", step=7)
-    daemon.kill()
-    new = write_set(vm.run_directory, step=8, nonce="new", ranks=1, health={"loss": 1.0})
-    sealed = {7: tree(old), 8: tree(new)}
-
-    (vm.run_directory / ".swansongd" / "claim.json").unlink()  # the first request is the claim
-    for request, _ in killed_at_each_request(vm, bucket, 8, at="before_answer"):
-        restored = bucket.restored(tmp_path / f"restored-{request}")
-        assert restored in sealed.values()
-
-    assert request > 5, "too few requests to be killed at"
-    assert restored == sealed[8]
-    steps = [(manifest["generation"], manifest["step"]) for manifest in bucket.manifests()]
-    assert sorted({step for _, step in steps}) == [7, 8]
-    assert len(steps) == 2
-    claims = bucket.objects("run/generations/")
-    assert sorted(claims) == [f"run/generations/{g:08d}.json" for g in range(1, len(claims) + 1)]

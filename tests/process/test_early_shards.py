@@ -3,47 +3,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from testkit import TRAINERS
 from testkit.clouds import Aws, Bucket, digests_of
-from testkit.rig import Process, Vm
 from testkit.trainers.slow_save import OPTIMIZER_BYTES, SMALL_BYTES, WEIGHTS_BYTES, content
 from testkit.waiting import until
 
 SCRIPT = TRAINERS / "slow_save.py"
 CHUNK_BYTES = 5 * 2**20
 SETTINGS = {"flush": {"chunk_bytes": CHUNK_BYTES, "connections": 4}}
-
-
-@dataclass
-class Slow:
-    """A VM with an older commit, and a trainer that saves slowly."""
-
-    vm: Vm
-    daemon: Process
-    trainer: Process
-    gate: Path
-
-    def begin(self, aws: Aws) -> int:
-        """Give a notice; returns the step of the set that is then being written."""
-        aws.notice(in_s=60)
-        return int(self.trainer.lines.wait(event="slow")["step"])
-
-
-@pytest.fixture
-def slow(aws: Aws, bucket: Bucket, new_vm: Any, tmp_path: Path) -> Slow:
-    vm = new_vm("vm", bucket.store, metadata=aws.metadata, settings=SETTINGS)
-    daemon = vm.start_daemon()
-    gate = tmp_path / "gate"
-    trainer = vm.start_trainer("--gate", str(gate), script=str(SCRIPT))
-    daemon.lines.wait(event="committed", step=1)
-    bucket.order("clear")
-    return Slow(vm, daemon, trainer, gate)
 
 
 def early(step: int) -> set[str]:
@@ -54,22 +24,29 @@ def early(step: int) -> set[str]:
 
 
 def test_finished_files_are_sent_before_the_set_is_sealed(
-    slow: Slow, aws: Aws, bucket: Bucket, tmp_path: Path
+    aws: Aws, bucket: Bucket, new_vm: Any, tmp_path: Path
 ) -> None:
     """All bytes of the finished files are in the store while another file still grows.  After the seal the
     whole set is committed, and no byte was sent twice."""
-    step = slow.begin(aws)
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata, settings=SETTINGS)
+    daemon = vm.start_daemon()
+    gate = tmp_path / "gate"
+    trainer = vm.start_trainer("--gate", str(gate), script=str(SCRIPT))
+    daemon.lines.wait(event="committed", step=1)
+    bucket.order("clear")
+    aws.notice(in_s=60)
+    step = int(trainer.lines.wait(event="slow")["step"])
     until(lambda: _stored(bucket) >= early(step), what="the finished shards to be stored")
-    (partial,) = slow.vm.run_directory.glob("*.partial")
+    (partial,) = vm.run_directory.glob("*.partial")
     assert list(partial.glob("*.writing/optimizer.bin")), "the file was complete too early"
     assert bucket.chunks_sent().keys() == early(step), (
         "smaller files wait for more, or for the seal"
     )
     assert [manifest["step"] for manifest in bucket.manifests()] == [1]
 
-    slow.gate.touch()
+    gate.touch()
 
-    verdict = slow.daemon.lines.wait(event="verdict")
+    verdict = daemon.lines.wait(event="verdict")
     assert (verdict["verdict"], verdict["step"]) == ("SAFE", step)
     sent = bucket.chunks_sent()
     assert {sent[digest] for digest in early(step)} == {1}
@@ -88,25 +65,3 @@ def test_finished_files_are_sent_before_the_set_is_sealed(
 def _stored(bucket: Bucket) -> set[str]:
     keys = bucket.keys("run/data/")
     return {key.rpartition("/")[2].partition("-")[0] for key in keys}
-
-
-@pytest.mark.fault("T02", "T03", "G01")
-def test_a_set_that_is_never_sealed_is_not_committed(
-    slow: Slow, aws: Aws, bucket: Bucket, new_vm: Any
-) -> None:
-    """The trainer dies during the save.  The older commit remains, and the next VM resumes from it."""
-    step = slow.begin(aws)
-    until(lambda: _stored(bucket) >= early(step), what="the finished shards to be stored")
-    slow.trainer.kill()
-
-    verdict = slow.daemon.lines.wait(event="verdict")
-    assert (verdict["verdict"], verdict["step"]) == ("PARTIAL", 1)
-    assert verdict["slack_s"] > 20, "the daemon waited for a trainer that had ended"
-    assert [manifest["step"] for manifest in bucket.manifests()] == [1]
-    slow.vm.power_off()
-    aws.withdraw()
-
-    second = new_vm("second", bucket.store, metadata=aws.metadata, settings=SETTINGS)
-    second.start_daemon()
-    trainer = second.start_trainer("--gate", str(slow.gate), script=str(SCRIPT))
-    assert trainer.lines.wait(event="resumed")["from_step"] == 1

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import sys
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from testkit.waiting import until
 
 NewVm = Callable[..., Vm]
 WAVERING = str(TRAINERS / "wavering.py")
-GLOO = str(TRAINERS / "gloo_trainer.py")
 SETTINGS = {
     "run": {"name": "run", "checkpoint_interval_s": 0.5},
     "trainer": {"stall_min_s": 4.0, "settle_s": 1.0},
@@ -57,32 +55,6 @@ def test_a_run_rolls_back_from_a_nan_and_continues_as_a_new_generation(
     assert restored.returncode == 0
     weights = next((tmp_path / "here").glob("rank-00000/weights")).read_text()
     assert weights != "nan"
-
-
-@pytest.mark.fault("T12")
-def test_a_rank_that_holds_up_the_others_is_named(
-    new_vm: NewVm, warm_torch: str, tmp_path: Path
-) -> None:
-    """All ranks of DDP report the same time for a step; the time before they wait shows the slow one."""
-    pytest.importorskip("torch")
-    vm = new_vm("a", {"url": f"file://{tmp_path}/store"})
-    (tmp_path / "store").mkdir()
-    vm.start_daemon()
-    launcher = [warm_torch, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launcher, "--no-python", warm_torch, "-u", GLOO, "--slow-rank", "1"]
-    vm.spawn(command, lines_on="stdout", SWANSONG_SOCKET=str(vm.socket))
-
-    def ranks() -> dict[int, dict[str, float | None]]:
-        return {each["rank"]: each for each in vm.status()["trainers"]}
-
-    def is_named() -> bool:
-        return len(found := ranks()) == 2 and found[1]["slower"] is not None
-
-    until(is_named, what="the slow rank")
-    assert ranks()[0]["slower"] is None
-    words = vm.status_words()
-    assert words.count("holds up") == 1
-    assert re.search(r"rank 1 at step [0-9]+ holds up", words)
 
 
 @pytest.mark.fault("T04")

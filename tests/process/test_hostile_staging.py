@@ -218,12 +218,3 @@ def test_a_forged_claim_in_staging_is_ignored(site: Site) -> None:
         return sorted(path.name for path in site.bucket.rglob("generations/*"))
 
     assert claims() == ["00000001.json"]
-
-
-@pytest.mark.fault("S8")
-def test_a_group_member_who_is_not_a_trainer_is_refused(site: Site) -> None:
-    """The group may connect; ``trainer.users`` decides."""
-    site.start_daemon()
-    answer = site.ask(MEMBER)
-    assert answer["type"] == "refused"
-    assert str(MEMBER) in answer["reason"]

@@ -9,7 +9,6 @@ import pytest
 
 from testkit.clouds import Aws, Bucket
 from testkit.staged import write_set
-from testkit.waiting import until
 
 pytestmark = pytest.mark.fault("T01")
 
@@ -51,26 +50,6 @@ def test_a_trainer_that_has_ended_leaves_its_last_set_to_the_daemon(
 
     assert daemon.lines.wait(event="verdict", verdict="SAFE")["step"] == 30
     assert [manifest["step"] for manifest in bucket.manifests()] == [30]
-
-
-@pytest.mark.fault("T17")
-def test_the_verdict_waits_for_a_trainer_and_comes_before_the_deadline(
-    aws: Aws, bucket: Bucket, new_vm: Any
-) -> None:
-    """No training was seen, and no trainer comes: NO_TRAINING, in time, and no claim.
-
-    Until then status shows the wait.
-    """
-    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
-    daemon = vm.start_daemon()
-    aws.notice(in_s=NOTICE_S)
-    daemon.lines.wait(event="evacuation", phase="waiting_for_trainer")
-    shown = until(vm.status_words, what="the status")
-    assert daemon.lines.all(event="verdict") or "waiting for a trainer to connect, " in shown
-    verdict = daemon.lines.wait(event="verdict")
-    assert (verdict["verdict"], verdict["step"]) == ("NO_TRAINING", None)
-    assert 0 < verdict["slack_s"] < NOTICE_S - 1
-    assert bucket.keys() == []
 
 
 @pytest.mark.fault("T17")

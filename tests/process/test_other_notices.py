@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from swansongd.sources.aws_events import SCHEDULED_PATH
 
 from testkit.clouds import Aws, Bucket, Gcp
 from testkit.emulators.process import EmulatorProcess
 from testkit.rig import control
-from testkit.source_run import asked
 from testkit.waiting import until
 
 SCALING = ("testkit.emulators.autoscaling", "--group", "trainers", "--hook", "swansong")
@@ -64,20 +62,6 @@ def test_a_notice_that_is_withdrawn_while_no_daemon_runs_is_over(
     assert vm.status()["notices"] == []
 
 
-@pytest.mark.fault("N09")
-def test_a_notice_ends_with_its_source(aws: Aws, bucket: Bucket, new_vm: Any) -> None:
-    """A restarted daemon drops the notice of a source that its configuration no longer has."""
-    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
-    daemon = vm.start_daemon()
-    aws.notice()
-    daemon.lines.wait(event="evacuation", phase="notice")
-    daemon.kill()
-    text = vm.config.read_text()
-    vm.config.write_text(text.replace('cloud = "aws"', 'cloud = "none"'))
-    vm.start_daemon().lines.wait(event="started")
-    assert vm.status()["notices"] == []
-
-
 @pytest.mark.fault("N13")
 def test_hibernation_promises_no_time_and_a_checkpoint_is_attempted(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str
@@ -99,29 +83,6 @@ def test_hibernation_promises_no_time_and_a_checkpoint_is_attempted(
     )
     assert step >= verdict["step"]
     trainer.lines.wait(step=step + 20)  # after the hibernation training continues
-
-
-@pytest.mark.fault("N10")
-def test_an_event_that_has_begun_is_tried_once(
-    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
-) -> None:
-    """NotBefore has passed and the VM is running: one checkpoint, SAFE, and no other at later polls."""
-    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
-    daemon = vm.start_daemon()
-    vm.start_trainer(script=witness).lines.wait(step=5)
-    control(aws.url, "schedule", code="instance-stop", in_s=-600, event_id="begun")
-    assert daemon.lines.wait(event="verdict")["verdict"] == "SAFE"
-    opened = daemon.lines.wait(event="evacuation", phase="notice")
-    assert 20 < opened["seconds_left"] <= 25
-    polls = aws_polls(aws)
-    until(lambda: aws_polls(aws) >= polls + 2, what="more polls")
-    assert len(daemon.lines.all(event="evacuation", phase="notice")) == 1
-    control(aws.url, "quiet")
-
-
-def aws_polls(aws: Aws) -> int:
-    """The number of requests for the scheduled events."""
-    return asked(aws.url, f"GET {SCHEDULED_PATH}")
 
 
 @pytest.mark.fault("N18")

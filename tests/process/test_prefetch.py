@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swansong.protocol import Hello, Restored, RestoreQuery, Restoring
+from swansong.protocol import Hello, Restored, RestoreQuery
 
 from testkit import committed
 from testkit.channel_peer import Client
 from testkit.clouds import Bucket
 from testkit.rig import Vm
-from testkit.waiting import until
 
 FILES = {f"rank-00000/{name}.bin": random.Random(name).randbytes(200_000) for name in "abcd"}
 CHUNK_BYTES = 50_000
@@ -60,17 +59,5 @@ def test_the_bytes_arrive_before_a_trainer_asks(vm: Vm, bucket: Bucket) -> None:
     with asking(vm) as rank:
         answer = rank.receive_a(Restored)
     assert (answer.step, answer.error) == (100, "")
-    assert committed.tree(Path(answer.path)) == FILES
-    assert data_requests(bucket) == CHUNKS
-
-
-def test_a_trainer_joins_a_slow_prefetch(vm: Vm, bucket: Bucket) -> None:
-    """The trainer gets the progress of the download in progress, and each chunk is fetched once."""
-    bucket.order("pace", total_bytes_per_s=300_000)
-    vm.start_daemon()
-    until(lambda: data_requests(bucket) >= 2, what="the first chunks")
-    with asking(vm) as rank:
-        rank.receive_a(Restoring)
-        answer = rank.receive_a(Restored)
     assert committed.tree(Path(answer.path)) == FILES
     assert data_requests(bucket) == CHUNKS

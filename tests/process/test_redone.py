@@ -106,36 +106,3 @@ def test_a_rank_with_faulty_memory_is_named(
     text = daemon.lines.wait(event="redone_steps", rank=1)["result"]
     assert text.startswith(f"step {step + 2} differs on rank 1 from the interrupted run")
     assert "weights of model, although the steps before it were equal to the bit" in text
-
-
-@pytest.mark.fault("T03")
-def test_a_trainer_that_starts_again_on_its_vm_is_compared_too(
-    aws: Aws, bucket: Bucket, new_vm: Any, warm_torch: str
-) -> None:
-    """It is killed after steps that no checkpoint has; the daemon, which knows them, reads no farewell."""
-    settings = {"run": {"name": "run", "checkpoint_interval_s": "1h"}}
-    vm = new_vm("vm", bucket.store, metadata=aws.metadata, settings=settings)
-    daemon = vm.start_daemon()
-    trainer = start(vm, warm_torch, "nothing")
-    trainer.lines.wait(step=5)
-    aws.notice(in_s=60)
-    step = daemon.lines.wait(event="verdict", verdict="SAFE")["step"]
-    aws.withdraw()
-    daemon.lines.wait(event="evacuation", phase="withdrawn")
-
-    def reported() -> int:
-        return max((int(each["step"]) for each in vm.status()["trainers"]), default=-1)
-
-    # The digests of a step are sent right after the report of a step.
-    first = until(
-        lambda: reported() > step + 2 and reported(), what="the steps after the checkpoint"
-    )
-    until(lambda: reported() > first, what="another report")
-    trainer.kill()
-    assert start(vm, warm_torch, "nothing").lines.wait(event="resumed")["from_step"] == step
-    found = daemon.lines.wait(event="redone_steps")
-    assert found["level"] == "info"
-    assert found["result"].startswith(f"steps {step + 1} to ")
-    assert found["result"].endswith(" as before")
-    report = until(lambda: vm.status()["trainers"], what="the trainer in the status")[-1]
-    assert not report["redone_differs"]

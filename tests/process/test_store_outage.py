@@ -31,45 +31,6 @@ def test_a_store_that_recovers_before_the_deadline_is_sufficient(
     assert [manifest["step"] for manifest in bucket.manifests()] == [verdict["step"]]
 
 
-@pytest.mark.fault("O08", "G05")
-@pytest.mark.parametrize("below", ["/commits/", "/generations/"], ids=["commit", "claim"])
-def test_a_lost_reply_is_resolved_by_a_read(
-    aws: Aws, bucket: Bucket, new_vm: Any, witness: str, below: str
-) -> None:
-    """The create took effect but returned an error; the retry finds the name in use, with our bytes."""
-    bucket.order("answer", status=500, method="PUT", match=below, carry_out=1)
-    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
-    daemon = vm.start_daemon()
-    vm.start_trainer(script=witness).lines.wait(step=5)
-    aws.notice(in_s=30)
-
-    verdict = daemon.lines.wait(event="verdict")
-    assert (verdict["verdict"], verdict["generation"]) == ("SAFE", 1)
-    assert len(daemon.lines.all(event="store_retry")) == 1
-    assert [manifest["step"] for manifest in bucket.manifests()] == [verdict["step"]]
-    assert bucket.keys("run/generations/") == ["run/generations/00000001.json"]
-
-
-def test_a_store_that_stays_away_costs_the_newest_steps_and_no_hang(
-    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
-) -> None:
-    """The verdict comes at the deadline at the latest; earlier commits remain."""
-    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
-    daemon = vm.start_daemon()
-    trainer = vm.start_trainer("--every-steps", "200", script=witness)
-    daemon.lines.wait(event="committed", step=200)
-    trainer.lines.wait(step=201)
-    bucket.order("outage", seconds=60)  # well before step 400, also on a busy machine
-    aws.notice(in_s=4)
-
-    verdict = daemon.lines.wait(event="verdict", timeout_s=15)
-    assert verdict["verdict"] == "PARTIAL"
-    assert verdict["slack_s"] > -1
-    bucket.order("clear")
-    assert bucket.manifests()[-1]["step"] == 200
-    assert trainer.popen.poll() is None
-
-
 def test_data_sent_after_the_deadline_is_committed_immediately(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:

@@ -119,39 +119,6 @@ def wipe(bucket: Bucket) -> None:
         bucket.delete(key)
 
 
-@pytest.mark.fault("G03")
-def test_a_daemon_thawed_during_a_flush_commits_nothing(
-    bucket: Bucket, new_vm: Any, witness: str
-) -> None:
-    """A daemon is stopped during its upload, overtaken, and resumed: its shards stay without a commit."""
-    zombie = new_vm("zombie", bucket.store)
-    frozen = zombie.start_daemon()
-    trainer = zombie.start_trainer("--every-steps", "20", script=witness)
-    frozen.lines.wait(event="committed", step=20)
-    trainer.kill(signal.SIGSTOP)  # so that no manifest is in flight beside the upload
-    until(lambda: newest(frozen, "committed") == newest(frozen, "sealed_set_found"))
-    bucket.order("answer", status=503, method="PUT", match="/data/00000001/", times=1_000_000)
-    trainer.kill(signal.SIGCONT)
-    frozen.lines.wait(event="store_retry")
-    frozen.kill(signal.SIGSTOP)
-    trainer.kill()
-    commits_before = [manifest["step"] for manifest in bucket.manifests()]
-
-    heir = new_vm("heir", bucket.store)
-    second = heir.start_daemon()
-    heir.start_trainer("--every-steps", "20", script=witness)
-    until(lambda: second.lines.all(event="committed", generation=2), what="a commit of the heir")
-    bucket.order("clear")
-    before = bucket.objects()
-    frozen.kill(signal.SIGCONT)
-
-    assert frozen.wait(timeout_s=20) == FENCED
-    own = [manifest["step"] for manifest in bucket.manifests() if manifest["generation"] == 1]
-    assert own == commits_before
-    assert before.items() <= bucket.objects().items()
-    assert heir.commits()[0]["generation"] == 2
-
-
 def newest(daemon: Process, event: str) -> int:
     """The step of the newest line with this event."""
     step: int = daemon.lines.all(event=event)[-1]["step"]

@@ -76,6 +76,7 @@ def test_a_held_lock_delays_no_evacuation(
     assert verdict["slack_s"] > 15
 
 
+@pytest.mark.fault("H10")
 def test_a_second_daemon_of_one_run_is_refused(bucket: Bucket, new_vm: Any, shared: Path) -> None:
     """Also with another staging directory, where it would take the run over.  The first one continues."""
     one, other = (new_vm(name, bucket.store) for name in ("one", "other"))
