@@ -7,29 +7,12 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from swansong._daemon import channel
 from swansong.protocol import Accepted, Bye, Hello, Sealed
-from swansong.testing import check_resume
 
-from testkit import EXAMPLES
 from testkit.fake_daemon import FakeDaemon
-
-
-@pytest.mark.fault("T03", "T15")
-def test_a_run_that_was_killed_twice_ends_with_the_same_bits(tmp_path: Path) -> None:
-    """After two kills and resumes, model, optimizer, loader and generators have the same bits."""
-    report = check_resume(
-        [sys.executable, str(EXAMPLES / "char_lm.py"), "--steps", "60", "--pad-mb", "0.1"],
-        steps=50,
-        kill_at=[9, 30],
-        directory=tmp_path,
-        environment={"PYTHONPATH": str(EXAMPLES.parent)},
-    )
-    assert (report.saved_steps, report.losses) == ([9, 30], 50)
-
 
 FORKING = """
 import os, socket, sys, swansong

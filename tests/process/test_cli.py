@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import pty
 import shutil
 import signal
 import socket
@@ -266,39 +265,6 @@ def test_a_second_signal_ends_a_blocked_restore(place: Place) -> None:
         until(interrupt, what="the process to end")
     assert process.returncode == -signal.SIGINT
     assert not place.to.exists()
-
-
-def test_progress_on_a_terminal_is_a_bar(place: Place) -> None:
-    """A terminal gets a bar and no lines; standard output does not change."""
-    commit(place.store, FILES)
-    ours, theirs = pty.openpty()
-    drawn = bytearray()
-
-    def read() -> None:
-        while True:
-            try:
-                drawn.extend(os.read(ours, 65536))
-            except OSError:
-                return
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    done = subprocess.run(
-        place.forked("restore", "--to", str(place.to)),
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
-    )
-    os.close(theirs)
-    reader.join(10)
-    os.close(ours)
-    assert done.returncode == 0
-    assert done.stdout.startswith("restored step 100 of run r")
-    assert b"restore" in drawn
-    assert b"swansong: restore" not in drawn
 
 
 # ---------------------------------------------------------------- ls and verify

@@ -48,23 +48,3 @@ def test_a_finished_run_is_marked_and_trains_no_more(
     assert longer.lines.wait(event="finished")["committed"] is True
     assert kinds(elsewhere)[0] == (25, "final")
     assert [step for step, kind in kinds(elsewhere) if kind == "final"] == [25, 20]
-
-
-def test_a_notice_while_the_end_is_flushed_is_safe(
-    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
-) -> None:
-    """The trainer has ended during an outage: the daemon commits the end, and asks no trainer."""
-    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
-    daemon = vm.start_daemon()
-    daemon.lines.wait(event="health", source="store", health="ok")
-    bucket.order("answer", status=503, match="/data/", times=1_000_000)
-    trainer = vm.start_trainer("--steps", "20", *FINISHING, script=witness)
-    daemon.lines.wait(event="sealed_set_found", kind="final")
-    aws.notice(in_s=30)
-    daemon.lines.wait(event="evacuation", phase="notice")
-    bucket.order("clear")
-    verdict = daemon.lines.wait(event="verdict", verdict="SAFE")
-    assert verdict["step"] == 20
-    assert not daemon.lines.all(event="evacuation", phase="request")
-    assert trainer.wait() == 0
-    assert trainer.lines.wait(event="finished")["committed"] is True

@@ -58,21 +58,6 @@ def test_preempted_becomes_a_commit_and_the_next_vm_ends_with_the_same_weights(
     assert trainer.lines.all()[-1] == {"weights_sha256": weights_after(200)}
 
 
-def test_the_metadata_server_may_die_right_after_the_notice(
-    gcp: Gcp, store: dict[str, str], new_vm: Any, witness: str
-) -> None:
-    """Lost contact withdraws no notice: the evacuation continues to its verdict."""
-    vm = new_vm("vm", store, metadata=gcp.metadata)
-    daemon = vm.start_daemon()
-    vm.start_trainer(script=witness).lines.wait(step=5)
-    gcp.preempt()
-    daemon.lines.wait(event="notice")
-    gcp.die()
-    daemon.lines.wait(event="verdict", verdict="SAFE")
-    report = vm.status()
-    assert (report["state"], report["notices"][0]["source"]) == ("SAFE", "gcp.preempted")
-
-
 @pytest.mark.fault("O08", "O09", "O11")
 @pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("narrow", ["condition", "rights"], indirect=True)

@@ -87,15 +87,3 @@ def test_after_a_withdrawn_notice_the_next_vm_stands_by(
     assert second.lines.wait(event="resumed")["from_step"] >= newest
     daemon.lines.wait(event="fenced")
     assert "nothing to do" in vm.swansong("takeover").stdout
-
-
-def test_a_vm_without_a_notice_is_not_awaited(bucket: Bucket, new_vm: Any, witness: str) -> None:
-    """Nothing shows whether it still runs, so the next VM takes the run over at once."""
-    old = with_handover(new_vm, "old", bucket)
-    daemon = old.start_daemon()
-    old.start_trainer("--every-steps", "5", script=witness)
-    daemon.lines.wait(event="committed")
-    vm = with_handover(new_vm, "next", bucket)
-    vm.start_daemon()
-    assert vm.start_trainer(script=witness).lines.wait(event="resumed")["from_step"] >= 5
-    daemon.lines.wait(event="fenced")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -135,24 +134,6 @@ def check_report(vm: Any, verdict: dict[str, Any], page: Path) -> None:
     assert told.returncode == 0, told.stderr
     assert max(map(len, told.stdout.splitlines())) < 80
     assert "SAFE" in told.stdout
-
-
-def test_short_trainings_are_recorded(bucket: Bucket, new_vm: Any, witness: str) -> None:
-    """One trainer ends right after its first steps, and one daemon does."""
-    first = new_vm("first", bucket.store)
-    daemon = first.start_daemon()
-    trainer = first.start_trainer("--steps", "2", script=witness)
-    assert trainer.wait() == 0
-    daemon.lines.wait(event="resumption_recorded", first_step=1)
-    first.power_off()
-
-    second = new_vm("second", bucket.store)
-    daemon = second.start_daemon()
-    second.start_trainer(script=witness)
-    until(lambda: any(each["step"] > 0 for each in second.status()["trainers"]), what="a step")
-    daemon.kill(signal.SIGTERM)
-    assert daemon.wait() == 0
-    assert daemon.lines.all(event="resumption_recorded", generation=2)
 
 
 def farewells(bucket: Bucket) -> list[str]:

@@ -174,13 +174,6 @@ def test_an_invalid_command_line_is_refused(bucket: Bucket, new_vm: Any) -> None
         assert vm.swansong("notify", *arguments).returncode == 2
 
 
-def test_notify_without_a_daemon_fails(bucket: Bucket, new_vm: Any) -> None:
-    """The exit code is 13, with one line of error."""
-    done = new_vm("vm", bucket.store).swansong("notify", "--in", "5s")
-    assert done.returncode == 13
-    assert done.stderr.startswith("swansong: connecting to the daemon at ")
-
-
 @needs_root
 @pytest.mark.parametrize("kind", ["notify", "notify_withdrawn"])
 def test_trainers_may_not_give_notice(kind: str) -> None:

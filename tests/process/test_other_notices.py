@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from testkit.clouds import Aws, Bucket, Gcp
+from testkit.clouds import Aws, Bucket
 from testkit.emulators.process import EmulatorProcess
 from testkit.rig import control
 from testkit.waiting import until
@@ -83,28 +83,6 @@ def test_hibernation_promises_no_time_and_a_checkpoint_is_attempted(
     )
     assert step >= verdict["step"]
     trainer.lines.wait(step=step + 20)  # after the hibernation training continues
-
-
-@pytest.mark.fault("N18")
-def test_maintenance_in_an_hour_is_not_maintenance_now(
-    gcp: Gcp, bucket: Bucket, new_vm: Any, witness: str
-) -> None:
-    """An hour ahead the daemon takes one checkpoint; an evacuation begins only near the deadline."""
-    vm = new_vm("vm", bucket.store, metadata=gcp.metadata)
-    daemon = vm.start_daemon()
-    vm.start_trainer(script=witness).lines.wait(step=5)
-    until(
-        lambda: control(gcp.url, "maintenance", value="TERMINATE_ON_HOST_MAINTENANCE")["shown"],
-        what="the source to have read the key",
-    )
-    notice = daemon.lines.wait(event="notice", source="gcp.maintenance")
-    assert notice["severity"] == "scheduled"
-    assert notice["seconds_left"] > 3500
-    daemon.lines.wait(event="precaution_done")
-    assert vm.status()["state"] == "ARMED"
-    control(gcp.url, "maintenance", value="NONE")
-    daemon.lines.wait(event="notice_withdrawn", source="gcp.maintenance")
-    assert vm.status()["state"] == "IDLE"
 
 
 def test_scale_in_waits_until_the_run_is_safe(

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 from swansong import protocol
@@ -23,16 +22,10 @@ SETTINGS = {"flush": {"background_bytes_per_s": 100_000}}
 class Pair:
     """Two VMs in one start, with a whole checkpoint of step 5."""
 
-    def __init__(
-        self,
-        directory: Path,
-        new_vm: Callable[..., Vm],
-        opened: ExitStack,
-        **options: Any,
-    ) -> None:
+    def __init__(self, directory: Path, new_vm: Callable[..., Vm], opened: ExitStack) -> None:
         store = {"url": f"file://{directory}/shelf"}
         (directory / "shelf").mkdir()
-        self.vms = [new_vm(name, store, settings=SETTINGS, **options) for name in ("a", "b")]
+        self.vms = [new_vm(name, store, settings=SETTINGS) for name in ("a", "b")]
         for vm in self.vms:
             vm.start_daemon()
         self.ranks = [ScriptedRank(vm, node) for node, vm in enumerate(self.vms)]
@@ -163,36 +156,3 @@ def test_a_vm_that_the_job_has_left_behind_reports_it(pair: Pair, opened: ExitSt
     assert done.returncode == 10
     assert done.stdout.endswith("; generation 2 has taken the run over\n")
     assert "generation 2 has taken the run over" in first.status_words()
-
-
-def test_a_follow_up_is_one_round_of_all_vms(
-    tmp_path: Path, new_vm: Callable[..., Vm], opened: ExitStack
-) -> None:
-    """The VM with the notice is not that of rank 0: rank 0's daemon leads, and both report SAFE again."""
-    soon = {"swansongd.core.schedule.INTERVAL_MIN_S": 1.0}
-    pair = Pair(tmp_path, new_vm, opened, follow_ups=True, constants=soon)
-    lead, noticed = pair.vms
-    assert noticed.swansong("notify", "--in", "40s").returncode == 0
-    first = pair.ranks[1].receive_a(protocol.Request).id
-    take_round(pair, first, step=9, caller=1)
-    for rank in pair.ranks:
-        rank.send(protocol.Progress(20, step_s=0.1, save_s=0.1, snapshot_s=0.1))
-    led = pair.ranks[0].receive_a(protocol.Request).id
-    while led == first:
-        led = pair.ranks[0].receive_a(protocol.Request).id
-    assert led.startswith(f"{first}.follow-")
-    take_round(pair, led, step=21, caller=0)
-    assert not noticed.daemon.lines.all(event="evacuation", phase="follow_up")  # type: ignore[union-attr]
-    for vm in (lead, noticed):
-        assert len({line["id"] for line in vm.daemon.lines.all(event="evacuation")}) == 1  # type: ignore[union-attr]
-
-
-def take_round(pair: Pair, request_id: str, *, step: int, caller: int) -> None:
-    """All ranks take part in the round of one rank, as the hooks do, and both VMs report SAFE."""
-    pair.ranks[1 - caller].send(protocol.PeerRequest(request_id, "gone", 30.0))
-    for rank in pair.ranks:
-        rank.send(protocol.Agreed(request_id, step))
-        rank.seal(step, request_id)
-    for vm in pair.vms:
-        assert vm.daemon is not None
-        vm.daemon.lines.wait(event="verdict", verdict="SAFE", step=step)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands in a real terminal of 80 columns: live view, progress bars, list of the commits."""
+"""The commands in a real terminal of 80 columns: live view and progress bars."""
 
 from __future__ import annotations
 
@@ -235,18 +235,3 @@ def test_a_bar_shows_rate_and_time_left(
 
 
 # ---------------------------------------------------------------- ls
-
-
-def test_ls_fits_80_columns(run_of_files: Path, new_terminal: NewTerminal) -> None:
-    """One line for each commit: size, added bytes, age and the reasons that fit; --wide has all of them."""
-    terminal = new_terminal(run_of_files, "ls")
-    lines = terminal.wait("exit 0")
-    head, damaged, incomplete, whole = lines[1:5]
-    assert head.split() == [
-        "GEN", "STEP", "KIND", "WHOLE", "AGE", "SIZE", "ADDED", "LOSS", "PROTECTED",
-    ]  # fmt: skip
-    assert damaged.split()[:4] == ["12", "200", "-", "damaged"]
-    assert incomplete.split()[:4] == ["1", "12345678", "periodic", "1/2"]
-    assert re.search(r"yes +\S+ s +6 MB +6 MB +2.5  ?newest", whole), whole
-    assert whole.endswith("…")
-    assert lines[5].startswith("swansong: generation 12 step 200 is damaged: ")

@@ -41,19 +41,3 @@ def test_a_half_written_checkpoint_is_not_restored(
     second.start_daemon()
     resumed = second.start_trainer(script=witness).lines.wait(event="resumed")
     assert resumed["from_step"] == 20
-
-
-@pytest.mark.fault("T03")
-def test_a_trainer_restarted_after_a_torn_save_resumes_and_commits(
-    bucket: Bucket, new_vm: Any, witness: str
-) -> None:
-    """The VM continues and the process is restarted: it resumes, and its next save is committed."""
-    vm = new_vm("vm", bucket.store)
-    daemon = vm.start_daemon()
-    trainer = vm.start_trainer("--every-steps", "20", "--die-in-save", "40", script=witness)
-    assert trainer.wait() == -9
-    daemon.lines.wait(event="committed", step=20)
-    trainer = vm.start_trainer("--every-steps", "20", script=witness)
-    assert trainer.lines.wait(event="resumed")["from_step"] == 20
-    daemon.lines.wait(event="committed", step=40)
-    assert not list(vm.run_directory.glob("*000040.*.partial"))

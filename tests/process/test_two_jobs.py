@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from pathlib import Path
 from typing import Any
@@ -58,22 +57,6 @@ def test_the_bytes_of_a_verdict_go_before_those_of_another_job(
     second.lines.wait(event="committed", step=10)
     assert not first.lines.all(event="verdict"), "the daemon was not killed in the middle"
     assert not second.lines.all(event="flush_failed")
-
-
-def test_a_held_lock_delays_no_evacuation(
-    bucket: Bucket, new_vm: Any, aws: Aws, witness: str, shared: Path
-) -> None:
-    """Another process never releases the lock of the link: the checkpoint of a notice is sent."""
-    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
-    daemon = vm.start_daemon(RUNTIME_DIRECTORY=str(shared))
-    vm.start_trainer("--size-bytes", str(MB), script=witness).lines.wait(step=1)
-    with (shared / "link.lock").open() as hung:
-        fcntl.flock(hung, fcntl.LOCK_EX)
-        daemon.lines.wait(event="uploads_yield")
-        aws.notice(in_s=30)
-        verdict = daemon.lines.wait(event="verdict")
-    assert verdict["verdict"] == "SAFE"
-    assert verdict["slack_s"] > 15
 
 
 @pytest.mark.fault("H10")
