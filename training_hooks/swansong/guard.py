@@ -345,7 +345,7 @@ class Guard:
         elif not self._closed:
             log.log(
                 self._session.channel.absence_level,
-                "restore: no swansongd answers at %s, so training starts from step 0; if the run has a"
+                "no swansongd at %s answers, so training starts from step 0; if the run has a"
                 " checkpoint, end this process, and start swansongd first",
                 self._session.channel.path,
             )
