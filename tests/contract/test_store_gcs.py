@@ -101,6 +101,25 @@ def test_a_service_account(gcs_tls: Cloud, desk: TokenDesk) -> None:
 
 
 @pytest.mark.fault("O05")
+def test_a_token_that_expires_soon_is_renewed_before_a_flush(
+    gcs_tls: Cloud, desk: TokenDesk
+) -> None:
+    """One token serves all threads.  While the token server fails, the old token is used."""
+    desk.life_s = 120
+    store = gcs_tls.open()
+    in_threads(8, lambda _: store.check())
+    hand_out, desk.server.script = desk.server.script, lambda _peer: None
+    with pytest.raises(Transient):
+        store.warm()
+    store.create("shard", Body(bytes(LARGE)))
+    assert desk.asked == 1
+    desk.server.script, desk.life_s = hand_out, 3600
+    store.warm()
+    store.warm()
+    assert desk.asked == 2
+
+
+@pytest.mark.fault("O05")
 def test_a_refused_token_is_renewed_once(gcs_tls: Cloud, desk: TokenDesk) -> None:
     """Many threads are refused: one new token is fetched, and all of them continue."""
     gcs_tls.order("token", valid="t1")

@@ -79,24 +79,6 @@ def test_with_a_signing_key_a_bucket_writer_gains_nothing(
 
 
 @pytest.mark.fault("S25")
-def test_the_daemon_refuses_a_key_that_others_may_read(
-    bucket: Bucket, new_vm: Any, key_file: Path
-) -> None:
-    """It logs one line with the configuration key and the fix, exits with 2, and writes nothing."""
-    key_file.chmod(0o444)
-    vm = new_vm("vm", bucket.store | {"signing_key_file": str(key_file)})
-    daemon = vm.start_daemon(ready=False)
-    assert daemon.wait() == 2
-    (line,) = daemon.lines.all(event="cannot_start")
-    assert "store.signing_key_file" in line["problem"]
-    assert f"chmod 0400 {key_file}" in line["problem"]
-    assert bucket.keys() == []
-    answer = vm.swansong("ls")
-    assert answer.returncode == 2
-    assert "store.signing_key_file" in answer.stderr
-
-
-@pytest.mark.fault("S25")
 def test_a_planted_last_generation_is_reported_and_never_safe(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
@@ -152,34 +134,6 @@ def test_a_commit_that_no_reader_parses_is_not_an_empty_run(
     assert bucket.keys("run/data/") == []
     bucket.delete(foreign)
     assert vm.swansong("restore", "--to", place, "--fresh-ok").returncode == 0
-
-
-@pytest.mark.fault("G08")
-@pytest.mark.parametrize("what", ["GET", "listing"])
-def test_a_store_that_does_not_return_what_it_accepted_is_never_safe(
-    aws: Aws, bucket: Bucket, new_vm: Any, witness: str, what: str
-) -> None:
-    """Each PUT succeeds, but GET and HEAD of a manifest return 404, or its listing fails."""
-    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
-    daemon = vm.start_daemon()
-    daemon.lines.wait(event="health", source="store", health="ok")
-    vm.start_trainer(script=witness).lines.wait(step=5)
-    if what == "GET":
-        for method in ("GET", "HEAD"):
-            fault = {"status": 404, "code": "NoSuchKey", "match": "-of-", "times": 10**6}
-            bucket.order("answer", method=method, **fault)
-    else:
-        fault = {"status": 403, "code": "AccessDenied", "match": "/commits/00000001/0"}
-        bucket.order("answer", method="GET", times=10**6, **fault)
-    aws.notice(in_s=5)
-    verdict = daemon.lines.wait(event="verdict")
-    assert verdict["verdict"] == "LOST"
-    assert bucket.keys("run/commits/"), "the manifest exists, and no reader finds it"
-    assert daemon.lines.all(event="commit_failed")
-    assert not daemon.lines.all(event="committed")
-    bucket.order("clear")
-    assert daemon.lines.wait(event="verdict", verdict="SAFE")
-    assert until(vm.commits, what="the commit")[0]["complete"]
 
 
 @pytest.mark.fault("S25")

@@ -74,34 +74,6 @@ def test_a_reboot_that_keeps_the_disk_continues_the_same_set(
     assert {DIGESTS.index(digest) for digest in sent if digest in DIGESTS} == {2, 3, 4}
 
 
-@pytest.mark.fault("H01", "O61")
-def test_killed_while_it_sends_changed_chunks_the_next_daemon_sends_only_the_others(
-    bucket: Bucket, new_vm: Any, tmp_path: Path
-) -> None:
-    """Three of five chunks have changed.  One of them is stored when the daemon is killed."""
-    vm = new_vm("vm", bucket.store, settings=FLUSH)
-    daemon = vm.start_daemon()
-    seal_files(vm.run_directory, 1, {"model.bin": FROZEN})
-    daemon.lines.wait(event="committed", step=1)
-    changed = bytearray(FROZEN)
-    for index in (0, 2, 3):
-        changed[index * CHUNK] ^= 1
-    first, *others = (digests_of(bytes(changed), CHUNK)[index] for index in (0, 2, 3))
-    for digest in others:
-        bucket.order("answer", status=503, method="PUT", match=digest, times=1_000_000)
-    content = seal_files(vm.run_directory, 2, {"model.bin": bytes(changed)})
-    until(lambda: first.encode() in _known(vm), what="a chunk to be stored")
-    daemon.kill()
-    bucket.order("clear")
-    daemon = vm.start_daemon()
-    daemon.lines.wait(event="committed", step=2)
-    sent = bucket.chunks_sent().keys()
-    assert set(others) <= sent
-    assert not sent & {first, DIGESTS[1], DIGESTS[4]}
-    assert vm.status()["bytes_referenced"] == len(FROZEN) - 3 * CHUNK
-    assert bucket.restored(tmp_path / "restored") == content
-
-
 def test_frozen_weights_are_sent_once(bucket: Bucket, new_vm: Any, tmp_path: Path) -> None:
     """A LoRA-like run: the first commit sends the weights, later ones reference them, also after restarts."""
     vm = new_vm("vm", bucket.store, settings=FLUSH)

@@ -23,28 +23,6 @@ def own_imds() -> Iterator[EmulatorProcess]:
         yield emulator
 
 
-@pytest.mark.fault("N14")
-def test_a_rebalance_recommendation_costs_a_checkpoint_and_nothing_else(
-    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
-) -> None:
-    """It is advisory: one further checkpoint is committed, there is no verdict, training continues."""
-    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
-    daemon = vm.start_daemon()
-    trainer = vm.start_trainer(script=witness)
-    trainer.lines.wait(step=5)
-    control(aws.url, "rebalance")
-    daemon.lines.wait(event="precaution_done")
-    (commit,) = vm.commits()
-    assert commit["kind"] == "periodic"
-    assert vm.status()["state"] == "ARMED"
-    trainer.lines.wait(step=commit["step"] + 5)
-
-    aws.notice()
-    assert daemon.lines.wait(event="verdict")["verdict"] == "SAFE"
-    assert vm.commits()[0]["step"] > commit["step"]
-    control(aws.url, "quiet")
-
-
 @pytest.mark.fault("N09")
 def test_a_notice_that_is_withdrawn_while_no_daemon_runs_is_over(
     aws: Aws, bucket: Bucket, new_vm: Any

@@ -3,14 +3,9 @@
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
-
-import boto3
 import pytest
 
 from bench.preemption.loss import Measured, split
-from testkit.emulators.process import EmulatorProcess
 
 
 def steps(first: int, start: float, count: int, step_s: float = 0.1) -> list[tuple[int, float]]:
@@ -52,25 +47,3 @@ def test_the_bound_has_the_terms_of_the_goal() -> None:
     assert parts["send"] == 2.0
     assert parts["fetch"] == 3.0
     assert sum(parts.values()) == 1.0 + 2.0 + 3.0 + 0.5 + 3.0 + 5.0
-
-
-def test_the_store_limits_its_rate(tmp_path: Path) -> None:
-    """A transfer takes at least the time of its bytes at the stated rate, and returns the same bytes."""
-    options = ["--directory", str(tmp_path), "--total-bytes-s", "20000000", "--latency-s", "0"]
-    with EmulatorProcess("bench.preemption.store", *options) as store:
-        client = boto3.client(
-            "s3",
-            endpoint_url=store.url,
-            region_name="us-east-1",
-            aws_access_key_id="x",
-            aws_secret_access_key="x",
-        )
-        body = bytes(range(256)) * 2**14
-        began = time.monotonic()
-        client.put_object(Bucket="bench", Key="a/b", Body=body)
-        assert client.get_object(Bucket="bench", Key="a/b")["Body"].read() == body
-        assert time.monotonic() - began >= 2 * (len(body) - 2**20) / 20e6
-        listed = client.list_objects_v2(Bucket="bench", Delimiter="/")
-        assert [entry["Prefix"] for entry in listed["CommonPrefixes"]] == ["a/"]
-        part = client.get_object(Bucket="bench", Key="a/b", Range="bytes=5-9")
-        assert part["Body"].read() == body[5:10]
