@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Daemons that are killed at the k-th request to their store."""
+"""Daemons that are killed at the k-th write to their store."""
 
 from __future__ import annotations
 
@@ -12,26 +12,21 @@ from testkit.rig import Vm
 from testkit.waiting import until
 
 
-def killed_at_each_request(
-    vm: Vm, bucket: Bucket, step: int, *, at: str, method: str = "", first: int = 1
-) -> Iterator[tuple[int, Counter[str]]]:
-    """Start a daemon that is killed at its request ``first``, then one at the next, until one survives.
+def killed_at_each_write(vm: Vm, bucket: Bucket, step: int) -> Iterator[Counter[str]]:
+    """Start a daemon that is killed at its first write, then one at its second, until one survives.
 
-    The last daemon has made the commit of ``step``, or reports the commit of the one before.
-
-    Args:
-        at: the point of the request, see :data:`testkit.emulators.store_control.POINTS`.
-        method: count only requests of this method.
+    Each write takes effect, and its reply is lost.  The last daemon has made the commit of ``step``, or
+    reports the commit of the one before.
 
     Yields:
-        The number of the request, and the chunks that this daemon has sent.
+        The chunks that this daemon has sent.
     """
-    for request in itertools.count(first):
+    for write in itertools.count():
         is_committed = any(manifest["step"] == step for manifest in bucket.manifests())
         if not is_committed:
             # Later requests stall, too: other connections do no more until the kill.
-            fault = {"kind": "stall", "at": at, "method": method, "times": 10**6}
-            bucket.order("break", **fault, skip=request - 1)
+            fault = {"kind": "stall", "at": "before_answer", "method": "PUT", "times": 10**6}
+            bucket.order("break", **fault, skip=write)
         daemon = vm.start_daemon(ready=False)
         if is_committed:
             daemon.lines.wait(event="health", source="store", health="ok")
@@ -48,6 +43,6 @@ def killed_at_each_request(
                 daemon.kill()
         sent = bucket.chunks_sent()
         bucket.order("clear")  # a fault that is left would break a request of the test
-        yield request, sent
+        yield sent
         if daemon.popen.poll() is None:
             return

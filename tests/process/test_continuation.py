@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from testkit.clouds import Bucket, digests_of
-from testkit.killed_daemons import killed_at_each_request
+from testkit.killed_daemons import killed_at_each_write
 from testkit.rig import Vm
 from testkit.staged import another_boot, seal_files
 from testkit.waiting import until
@@ -23,20 +23,12 @@ DIGESTS = digests_of(FROZEN, CHUNK)
 
 
 @pytest.mark.fault("H01", "G01", "G02", "O19", "O70")
-@pytest.mark.parametrize(
-    # A process first reads for the claim: later reads are part of the flush.  A lost reply
-    # to a read changes as little as a request that never arrived.
-    "kills",
-    [{"at": "before_headers", "first": 7}, {"at": "before_answer", "method": "PUT"}],
-    ids=lambda kills: kills["at"],
-)
-def test_killed_at_any_request_the_flush_continues(
-    bucket: Bucket, new_vm: Any, tmp_path: Path, kills: dict[str, Any]
+def test_killed_at_any_write_the_flush_continues(
+    bucket: Bucket, new_vm: Any, tmp_path: Path
 ) -> None:
-    """Each process of the daemon is killed one request later; none sends what an earlier one has stored.
+    """Each process of the daemon is killed one write later; none sends what an earlier one has stored.
 
-    ``before_headers``: the request never arrives.  ``before_answer``: a write took effect, and its reply is
-    lost.
+    The write took effect, and its reply is lost.
     """
     vm = new_vm("vm", bucket.store, settings=FLUSH)
     vm.start_daemon().lines.wait(event="health", source="store", health="ok")
@@ -45,7 +37,7 @@ def test_killed_at_any_request_the_flush_continues(
     seen: dict[str, bytes] = {}
     starts = chunks_sent = 0
     bucket.order("clear")
-    for _, sent in killed_at_each_request(vm, bucket, 7, **kills):
+    for sent in killed_at_each_write(vm, bucket, 7):
         stored = bucket.objects("run/data/")
         assert not [key for key in seen if stored.get(key) != seen[key]], "written twice"
         seen = stored
@@ -72,34 +64,6 @@ def test_a_reboot_that_keeps_the_disk_continues_the_same_set(
     assert all(name.startswith("00000001/") for name, _ in manifest["chunks"])
     sent = bucket.chunks_sent()
     assert {DIGESTS.index(digest) for digest in sent if digest in DIGESTS} == {2, 3, 4}
-
-
-def test_frozen_weights_are_sent_once(bucket: Bucket, new_vm: Any, tmp_path: Path) -> None:
-    """A LoRA-like run: the first commit sends the weights, later ones reference them, also after restarts."""
-    vm = new_vm("vm", bucket.store, settings=FLUSH)
-    daemon = vm.start_daemon()
-    for step in (1, 2, 3, 4):
-        content = seal_files(
-            vm.run_directory, step, {"model.bin": FROZEN, "adapter.bin": b"%d" % step * 1000}
-        )
-        daemon.lines.wait(event="committed", step=step)
-        if step > 1:
-            assert daemon.lines.wait(event="shards_referenced")["bytes_referenced"] == len(FROZEN)
-        if step == 2:
-            assert vm.status()["bytes_referenced"] == len(FROZEN)
-            daemon.kill()
-            daemon = vm.start_daemon()
-    sent = bucket.chunks_sent()
-    assert [sent[digest] for digest in DIGESTS] == [1] * 5
-    assert bucket.restored(tmp_path / "restored") == content
-
-    bucket.order("clear")
-    fresh = new_vm("fresh", bucket.store, settings=FLUSH)
-    daemon = fresh.start_daemon()
-    until(lambda: b"named" in _known(fresh), what="the newest commit to be read")
-    seal_files(fresh.run_directory, 5, {"model.bin": FROZEN, "adapter.bin": b"5"})
-    daemon.lines.wait(event="committed", step=5)
-    assert not bucket.chunks_sent().keys() & set(DIGESTS)
 
 
 def _known(vm: Vm) -> bytes:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from typing import Any
 
@@ -56,33 +54,6 @@ def test_a_signalled_trainer_saves_slowly_and_its_whole_checkpoint_is_committed(
     assert resumed.wait() == 0
     assert later in resumed.lines.all()
     assert resumed.lines.all()[-1] == {"weights_sha256": weights_after(200)}
-
-
-def test_a_trainer_that_starts_again_after_its_signal_is_signalled_again(
-    aws: Aws, bucket: Bucket, new_vm: Any, tmp_path: Any
-) -> None:
-    """The process is killed before its save; the next one gets the request of the same notice, and SAFE."""
-    vm = new_vm("vm", bucket.store, metadata=aws.metadata, settings=with_signal(tmp_path / "vm"))
-    daemon = vm.start_daemon()
-
-    def start() -> Any:
-        trainer = vm.start_trainer(
-            *("--checkpoints", str(vm.run_directory), "--pid-file", str(vm.pid_file)),
-            *("--steps", "100000", "--step-delay-s", "0.01"),
-            script=SCRIPT,
-        )
-        trainer.lines.wait(step=10)
-        return trainer
-
-    first = start()
-    os.kill(first.pid, signal.SIGSTOP)
-    aws.notice(in_s=90)
-    daemon.lines.wait(event="evacuation", phase="accepted", pid=first.pid)
-    os.kill(first.pid, signal.SIGKILL)
-    first.wait()
-    second = start()
-    daemon.lines.wait(event="evacuation", phase="accepted", pid=second.pid)
-    daemon.lines.wait(event="verdict", verdict="SAFE")
 
 
 @pytest.mark.fault("S11", "T10")
