@@ -15,7 +15,8 @@ import requests
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.stores.settings import LifecycleRule
 from swansong_tools.commands.main import main
-from swansong_tools.doctor import bucket, checks
+from swansong_tools.doctor import bucket_policy as bucket
+from swansong_tools.doctor import store as of_store
 from swansong_tools.doctor.findings import Judgement, Level
 from swansong_tools.doctor.installation import Installation, own_account
 from swansong_tools.upkeep import lifecycle
@@ -51,7 +52,7 @@ class Place:
 
     def judged(self, **store: object) -> dict[str, Judgement]:
         vm = Installation(path=Path("/c"), configured=self.config(**store), user=own_account())
-        return {each.name: each.probe(vm) for each in checks.SETTINGS}
+        return {each.name: each.probe(vm) for each in of_store.SETTINGS}
 
     def levels(self, **store: object) -> dict[str, Level]:
         return {name: found.level for name, found in self.judged(**store).items()}

@@ -21,7 +21,7 @@ from swansong_bucket.stores.file.store import FileStore
 from swansong_bucket.stores.file.tree import MARKER
 from swansong_tools.commands.main import parser
 from swansong_tools.commands.opening import opened
-from swansong_tools.doctor import checks
+from swansong_tools.doctor import store as of_store
 from swansong_tools.doctor.findings import Judgement, Level
 from swansong_tools.doctor.installation import Installation, daemon_account
 from swansongd.config.config import load
@@ -361,7 +361,7 @@ def test_doctor_leaves_a_bare_mount_point_bare(
 
     def bucket() -> Judgement:
         vm = Installation(path=config, configured=load(config), user=daemon_account())
-        judgement = next(check for check in checks.STORE if check.name == "bucket").probe(vm)
+        judgement = next(check for check in of_store.CHECKS if check.name == "bucket").probe(vm)
         assert judgement.level is Level.FAILURE
         assert os.listdir(root) == []
         return judgement

@@ -207,29 +207,6 @@ def test_no_credentials(staging: Path, bucket: Bucket, monkeypatch: pytest.Monke
     assert names(findings, "skipped") >= set(asked)
 
 
-def test_bucket_missing(staging: Path, bucket: Bucket) -> None:
-    """The only failure contains the command that creates the bucket at this endpoint."""
-    findings = examined(staging, {**bucket.store, "url": "s3://absent/x"})
-    assert only_failure(findings, "bucket")["fix"] == (
-        f"aws s3 mb s3://absent --endpoint-url {bucket.endpoint} --region us-east-1"
-    )
-
-
-@pytest.mark.fault("O14")
-def test_store_that_ignores_preconditions(staging: Path, bucket: Bucket) -> None:
-    """A second create that succeeds is a failure: two VMs could overwrite each other's commits."""
-    bucket.order("preconditions", honour=0)
-    finding = only_failure(examined(staging, bucket.store), "create-if-absent")
-    assert "ignores create-if-absent" in finding["found"]
-
-
-def test_doctor_does_not_create_the_store(staging: Path, tmp_path: Path) -> None:
-    """A missing directory may be a missing mount: doctor names the directory and does not create it."""
-    store = tmp_path / "above" / "store"
-    assert str(store) in only_failure(examined(staging, {"url": store.as_uri()}), "bucket")["fix"]
-    assert not store.parent.exists()
-
-
 def test_a_silent_store_is_bounded_and_isolated(
     staging: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from swansong_tools.commands.client import DaemonClient
 from swansong_tools.commands.common import add_flag, add_json, print_json
 from swansong_tools.commands.jobs import other_jobs
 from swansong_tools.commands.terminal import console
-from swansong_tools.doctor.checkup import check
+from swansong_tools.doctor.checks import check
 from swansong_tools.doctor.findings import Finding, Level, has_failure
 from swansong_tools.doctor.fixes import Harmless
 from swansong_tools.doctor.installation import DaemonAnswer, Options

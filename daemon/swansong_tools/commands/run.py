@@ -28,6 +28,7 @@ from swansong_tools.commands.common import argument, note, run_argument, whole
 from swansong_tools.commands.configuring import configured, is_example
 from swansong_tools.commands.run_processes import supervised
 from swansong_tools.commands.run_supervisor import Supervisor
+from swansong_tools.doctor.fixes import WRITTEN_BY_RUN
 
 NOTES = """\
 The trainer gets SWANSONG_SOCKET, resumes from the newest commit, and is restarted after a failure.
@@ -237,7 +238,5 @@ def _generated(directory: Path, name: str, args: argparse.Namespace) -> tuple[Pa
         values["deadline.sigterm_grace_s"] = f"{args.grace:g}s"
     text, config = configured(values)
     with openat.held(openat.open_directory(directory, owners={os.geteuid()})) as fd:
-        openat.replace_file(
-            _CONFIG, f"# Written by swansong run at each start.\n{text}".encode(), dir_fd=fd
-        )
+        openat.replace_file(_CONFIG, f"{WRITTEN_BY_RUN}\n{text}".encode(), dir_fd=fd)
     return directory / _CONFIG, config

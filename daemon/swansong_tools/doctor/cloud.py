@@ -8,13 +8,13 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from swansong_bucket.util.http1 import http_date
-from swansongd.sources import aws, azure, gcp
+from swansongd.sources import aws, aws_events, azure, gcp
 from swansongd.sources.metadata import (
     DEFAULT_URL,
     TIMEOUT_MAX_S,
@@ -28,6 +28,7 @@ from swansongd.sources.metadata import (
 
 from swansong_tools.doctor import fixes
 from swansong_tools.doctor.findings import (
+    Checklist,
     Judgement,
     Probe,
     failure,
@@ -40,7 +41,7 @@ from swansong_tools.doctor.installation import BOOTED, Installation
 from swansong_tools.doctor.sandbox import systemctl
 from swansong_tools.doctor.store_fixes import address
 
-METADATA_LIMIT_S = 4 * TIMEOUT_MAX_S
+_METADATA_LIMIT_S = 4 * TIMEOUT_MAX_S
 """As long as the sources wait: the timeout doubles from TIMEOUT_S, then the hop limit is checked."""
 CLOCK_WARNING_S = 5.0
 CLOCK_FAILURE_S = 600.0
@@ -59,7 +60,6 @@ _MANAGERS = ("systemd-networkd", "NetworkManager", "networking")
 _RESOLVERS = ("systemd-resolved", "NetworkManager")
 _NETWORKS = Path("/sys/class/net")
 _IFF_UP = 1
-_INSTANCE = {"aws": "/latest/meta-data/instance-id", "gcp": "id", "azure": azure.NAME_PATH}
 _GCP = "/computeMetadata/v1/instance/"
 _FIX = {
     "aws": "aws ec2 modify-instance-metadata-options --instance-id ID --http-endpoint enabled",
@@ -71,13 +71,22 @@ Judge = Callable[[int, str], Judgement]
 """Judges the status and the text of an answer of the metadata service."""
 
 
+def _metadata_fix(vm: Installation) -> str:
+    return _FIX[vm.cloud]
+
+
+CONFIGURATION = Checklist(family="configuration")
+AS_DAEMON = Checklist(family="metadata", fix=_metadata_fix, limit_s=_METADATA_LIMIT_S)
+
+
 # ------------------------------------------------------------ configuration
 
 
+@CONFIGURATION.add("cloud")
 def cloud(vm: Installation) -> Judgement:
-    """Whether ``sources.cloud`` matches the cloud that the VM runs in."""
+    """``sources.cloud`` against the firmware."""
     configured, detected = vm.config.sources.cloud, vm.detected_cloud
-    fix = fixes.edit(vm.path) if detected == "none" else fixes.set_key(vm.path, "cloud", "auto")
+    fix = fixes.edit(vm.path) if detected == "none" else fixes.set_key(vm.path, 'cloud = "auto"')
     if configured == "auto" and detected == "none":
         return warning(
             "the firmware names no known cloud: the daemon polls no metadata service. In aws, gcp or azure "
@@ -98,18 +107,13 @@ def _named(cloud: str) -> str:
     return {"aws": "AWS", "gcp": "GCP", "azure": "Azure"}.get(cloud, "no cloud")
 
 
+@AS_DAEMON.add("environment", family="configuration")
 def environment(vm: Installation) -> Judgement:
-    return judge_environment(os.environ, vm.options.environment_of)
+    """Variables that would redirect metadata requests, and the tokens in them, to another host.
 
-
-def judge_environment(names: Iterable[str], whose: str) -> Judgement:
-    """Whether environment variables redirect metadata requests, and the tokens in them, to another host.
-
-    Args:
-        names: names of the variables; values are not passed because they may be secret.
-        whose: owner of the environment, for the message.
+    Values are not shown, because they may be secret.
     """
-    there = sorted(set(names))
+    whose, there = vm.options.environment_of, sorted(os.environ)
     redirected = [name for name in there if name in _REDIRECT]
     # A proxy with NO_PROXY is a deliberate setup, see docs/operations/permissions.md.
     has_exceptions = any(name.lower() == "no_proxy" for name in there)
@@ -132,13 +136,17 @@ def judge_environment(names: Iterable[str], whose: str) -> Judgement:
 def hosts(vm: Installation) -> dict[str, str]:
     """The servers that the daemon needs, by their description."""
     urls = {"the store": address(vm.config)}
-    if vm.cloud in _INSTANCE:
+    if vm.cloud in _FIX:
         urls["the metadata service"] = vm.config.sources.metadata_url or DEFAULT_URL
     return {name: host for name, url in urls.items() if (host := urlsplit(url).hostname)}
 
 
+@AS_DAEMON.add("network", family="network", applies=hosts, settle_s=5.0)
 def network(vm: Installation) -> Judgement:
-    """Whether names resolve and routes exist; sends no packet."""
+    """The names of store and metadata service resolve, and a route exists.
+
+    Sends no packet.
+    """
     wanted = hosts(vm)
     for name, host in sorted(wanted.items()):
         try:
@@ -191,45 +199,20 @@ def _revive(services: tuple[str, ...]) -> str:
 # ------------------------------------------------------------ metadata service
 
 
-def no_metadata(_: Installation) -> Judgement:
-    return skipped("no cloud is configured or detected")
-
-
-def metadata_fix(vm: Installation) -> str:
-    return _FIX[vm.cloud]
-
-
-def metadata(path: str, judge: Judge) -> Probe:
+def metadata(path: str, judge: Judge, shows: str) -> Probe:
     """The check of one path, which is below ``instance/`` on Google."""
 
     def probe(vm: Installation) -> Judgement:
         try:
             answer = _request(vm, path)
         except MetadataUnavailable as error:
-            return of_error(error, metadata_fix(vm))
+            return of_error(error, "")
         if answer.status not in (200, 404):
-            return failure(f"request failed: HTTP {answer.status}", metadata_fix(vm))
+            return failure(f"request failed: HTTP {answer.status}", "")
         return judge(answer.status, shortened(answer.body.decode("utf-8", "replace"), 100))
 
+    probe.__doc__ = shows
     return probe
-
-
-def instance(vm: Installation) -> Judgement:
-    def judge(status: int, text: str) -> Judgement:
-        if status != 200:
-            return failure(f"instance identity request failed: HTTP {status}", metadata_fix(vm))
-        return ok(f"instance identity: {text}")
-
-    return metadata(_INSTANCE[vm.cloud], judge)(vm)
-
-
-def metadata_clock(vm: Installation) -> Judgement:
-    asked_wall_s = time.time()
-    try:
-        date = _request(vm, _INSTANCE[vm.cloud]).headers.get("date", "")
-    except MetadataUnavailable as error:
-        return skipped(str(error))
-    return judge_skew(skew_s(date, asked_wall_s, time.time()), "the metadata service")
 
 
 def _request(vm: Installation, path: str) -> MetadataResponse:
@@ -251,6 +234,12 @@ def _request(vm: Installation, path: str) -> MetadataResponse:
 
 def _session(_: Installation) -> aws.ImdsSession:
     return aws.ImdsSession()
+
+
+def judge_instance(status: int, text: str) -> Judgement:
+    if status != 200:
+        return failure(f"instance identity request failed: HTTP {status}", "")
+    return ok(f"instance identity: {text}")
 
 
 def judge_life_cycle(status: int, text: str) -> Judgement:
@@ -279,7 +268,7 @@ def judge_preempted(status: int, text: str) -> Judgement:
     if text.upper() == "TRUE":
         return warning("TRUE: this VM is being preempted", "swansong status")
     if text.upper() != "FALSE":
-        return failure(f"the value is neither TRUE nor FALSE: {text}", _FIX["gcp"])
+        return failure(f"the value is neither TRUE nor FALSE: {text}", "")
     return ok("FALSE: no notice")
 
 
@@ -289,8 +278,65 @@ def judge_optional(status: int, text: str) -> Judgement:
 
 def judge_events(status: int, text: str) -> Judgement:
     if status != 200:
-        return failure(f"{status}: an eviction of this VM would not be detected", _FIX["azure"])
+        return failure(f"{status}: an eviction of this VM would not be detected", "")
     return ok(text)
+
+
+_SPOT = "Whether this is a Spot VM."
+_PATHS: dict[str, tuple[tuple[str, str, Judge, str], ...]] = {
+    "aws": (
+        (
+            "IMDS token",
+            "/latest/meta-data/instance-id",
+            judge_instance,
+            "A token; a hop limit that is too low has its own message.",
+        ),
+        ("instance-life-cycle", aws_events.LIFE_CYCLE_PATH, judge_life_cycle, _SPOT),
+        ("spot notice", aws.SPOT_PATH, judge_spot, "A notice of termination."),
+        ("rebalance", aws_events.REBALANCE_PATH, judge_optional, "A rebalance recommendation."),
+        ("Auto Scaling", aws_events.ASG_PATH, judge_optional, "The target lifecycle state."),
+        ("scheduled events", aws_events.SCHEDULED_PATH, judge_optional, "Maintenance that is due."),
+        ("event history", aws_events.HISTORY_PATH, judge_optional, "Maintenance that is over."),
+    ),
+    "gcp": (
+        ("metadata server", "id", judge_instance, "The flavor header."),
+        ("preemptible", "scheduling/preemptible", judge_preemptible, _SPOT),
+        ("preempted", "preempted", judge_preempted, "A preemption in progress."),
+        ("maintenance-event", "maintenance-event", judge_optional, "Maintenance in progress."),
+        (
+            "upcoming-maintenance",
+            "upcoming-maintenance",
+            judge_optional,
+            "Maintenance that is due.",
+        ),
+        ("stop-state", "shutdown-details/stop-state", judge_optional, "A stop in progress."),
+    ),
+    "azure": (
+        ("instance metadata", azure.NAME_PATH, judge_instance, "The name of the VM."),
+        (
+            "Scheduled Events",
+            azure.EVENTS_PATH,
+            judge_events,
+            "Events that are due; the first answer can take two minutes.",
+        ),
+    ),
+}
+"""Name, path, judge and description of the checks of each metadata service; the others need the first."""
+
+
+def _declare_metadata() -> None:
+    for cloud, rows in _PATHS.items():
+
+        def applies(vm: Installation, cloud: str = cloud) -> bool:
+            return vm.cloud == cloud
+
+        needs = "network"
+        for name, path, judge, shows in rows:
+            AS_DAEMON.add(name, needs=(needs,), applies=applies)(metadata(path, judge, shows))
+            needs = rows[0][0]
+
+
+_declare_metadata()
 
 
 # ------------------------------------------------------------ clock
@@ -339,3 +385,19 @@ def judge_skew(skew_s: float | None, server: str) -> Judgement:
     if abs(skew_s) >= CLOCK_WARNING_S:
         return warning(found, _step_clock())
     return ok(f"within {CLOCK_WARNING_S:g} s of {server}")
+
+
+@AS_DAEMON.add(
+    "clock (metadata)",
+    needs=tuple(rows[0][0] for rows in _PATHS.values()),
+    applies=lambda vm: vm.cloud != "none",
+)
+def metadata_clock(vm: Installation) -> Judgement:
+    """This VM's clock against the metadata service."""
+    asked_wall_s = time.time()
+    try:
+        _, path, _, _ = _PATHS[vm.cloud][0]
+        date = _request(vm, path).headers.get("date", "")
+    except MetadataUnavailable as error:
+        return skipped(str(error))
+    return judge_skew(skew_s(date, asked_wall_s, time.time()), "the metadata service")

@@ -21,7 +21,7 @@ from swansongd.trainers.signals import SignalRefusal, SignalSender
 from swansongd.trainers.users import may_be_signalled
 
 from swansong_tools.doctor import fixes
-from swansong_tools.doctor.findings import Judgement, failure, ok, skipped, warning
+from swansong_tools.doctor.findings import Checklist, Judgement, failure, ok, skipped, warning
 from swansong_tools.doctor.installation import (
     TRAINER_GROUP,
     Account,
@@ -47,14 +47,61 @@ _RECENT_S = 600.0
 """Refusals older than this are over: the hooks of a refused process retry continuously."""
 
 
-def show_log(_: Installation) -> str:
+def show_log(vm: Installation) -> str:
+    """Show the end of the daemon's log; ``swansong run`` writes it to a file."""
+    if fixes.is_of_run(vm.path):
+        return f"tail -n 30 {fixes.quoted(vm.path.with_name('swansongd.log'))}"
     return fixes.log("-n 30")
+
+
+_CAUSES = (
+    "users", "trainer users", "permissions", "unit file", "sandbox", "as the daemon",
+    "signing key", "staging", "staging rights", "socket directory",
+)  # fmt: skip
+"""Checks whose failure prevents the daemon from running."""
+CHECKS = Checklist(family="daemon", fix=show_log)
+
+
+@CHECKS.add("trainer users", family="trainers", needs=("users",))
+def trainer_users(vm: Installation) -> Judgement:
+    """All ``trainer.users`` exist.
+
+    The daemon does not start otherwise.
+    """
+    users = vm.config.trainer.users
+    # A uid needs no account.
+    missing = [user for user in users if isinstance(user, str) and account(user) is None]
+    if missing:
+        groups = f"--groups {TRAINER_GROUP} " if has_group(TRAINER_GROUP) else ""
+        make = [fixes.as_root(f"useradd {groups}{fixes.quoted(user)}") for user in missing]
+        found = f"trainer.users: no such user: {', '.join(missing)}"
+        return failure(found, fixes.then(*make, fixes.restart()))
+    if not users:
+        return ok("trainer.users is empty: only root and the daemon's user may connect")
+    return ok(f"{counted(len(users), 'user')} of trainer.users found")
+
+
+@CHECKS.add("socket directory", family="trainers")
+def socket_directory(vm: Installation) -> Judgement:
+    """The directory of ``trainer.socket`` exists."""
+    directory = vm.config.trainer.socket.parent
+    if directory.is_dir():
+        return ok(f"{directory} exists")
+    is_of_the_unit = directory == Path(DEFAULT_SOCKET).parent and fixes.restart()
+    make = "" if is_of_the_unit else fixes.harmless(f"install -d {fixes.quoted(directory)}")
+    return failure(
+        f"{directory}, the directory of trainer.socket, does not exist"
+        + ("; it exists while the daemon runs" if is_of_the_unit else ""),
+        fixes.then(make, fixes.start(vm.path)),
+    )
 
 
 # ------------------------------------------------------------ whether it runs
 
 
+@CHECKS.add("daemon", needs=_CAUSES)
 def runs(vm: Installation) -> Judgement:
+    """The daemon runs, and if not, why."""
     restarts = 0
     if vm.by_systemd:
         deadline_mono_s = time.monotonic() + SETTLE_S
@@ -103,12 +150,6 @@ def judge_down(facts: Mapping[str, str], claim: Path) -> Judgement:
     restarts = facts.get("NRestarts", "0")
     again = f"; restarts so far: {restarts}" if restarts not in ("", "0") else ""
     result, code = facts.get("Result", ""), facts.get("ExecMainStatus", "")
-    if facts.get("LoadState") == "masked":
-        unit = fixes.unit().name
-        unmask = [fixes.harmless(f"systemctl unmask {each}{unit}") for each in ("", "--runtime ")]
-        return failure(
-            f"{unit} is masked: systemd cannot start it", fixes.then(*unmask, fixes.restart())
-        )
     if result == "oom-kill":
         return failure(
             f"the kernel killed the daemon: out of memory (MemoryMax={facts.get('MemoryMax')}){again}",
@@ -135,7 +176,9 @@ def judge_down(facts: Mapping[str, str], claim: Path) -> Judgement:
 # ------------------------------------------------------------ configuration and version
 
 
+@CHECKS.add("running configuration", needs=("daemon",))
 def is_current(vm: Installation) -> Judgement:
+    """The daemon was started with the current configuration and unit."""
     path, status = vm.path, vm.status()
     started_wall_s = time.time() - status.uptime_s
     if path.stat().st_mtime > started_wall_s + 1.0:
@@ -151,8 +194,12 @@ def is_current(vm: Installation) -> Judgement:
     return ok(f"the daemon uses the current {path}")
 
 
+@CHECKS.add("version", needs=("daemon",))
 def version(vm: Installation) -> Judgement:
-    """Whether the daemon runs the installed version; an upgrade requires a restart."""
+    """The daemon runs the installed version.
+
+    An upgrade requires a restart.
+    """
     running = vm.status().version
     if running == __version__:
         return ok(f"the daemon runs the installed version, {running}")
@@ -165,8 +212,13 @@ def version(vm: Installation) -> Judgement:
 # ------------------------------------------------------------ store and ranks
 
 
+@CHECKS.add(
+    "store health",
+    needs=("daemon", "network", "credentials", "bucket", "write", "create-if-absent", "read back"),
+    settle_s=SETTLE_S,
+)
 def store_health(vm: Installation) -> Judgement:
-    """Whether the daemon reaches its store.
+    """The daemon reaches its store.
 
     The checks of the store have passed before this one, so a failure here requires a restart.
     """
@@ -179,8 +231,12 @@ def store_health(vm: Installation) -> Judgement:
     return failure(f"doctor reaches the store, but the running daemon does not: {words}", fix)
 
 
+@CHECKS.add("ranks", needs=("daemon",))
 def ranks(vm: Installation) -> Judgement:
-    """Whether the daemon recently refused processes because their rank was taken."""
+    """No two connected trainers have one rank.
+
+    Otherwise the daemon recently refused processes because their rank was taken.
+    """
     status = vm.status()
     refused = status.trainers_refused
     if refused.age_s is not None and refused.age_s < _RECENT_S:
@@ -197,42 +253,9 @@ def ranks(vm: Installation) -> Judgement:
 # ------------------------------------------------------------ trainers
 
 
-def socket_directory(vm: Installation) -> Judgement:
-    directory = vm.config.trainer.socket.parent
-    if directory.is_dir():
-        return ok(f"{directory} exists")
-    is_of_the_unit = directory == Path(DEFAULT_SOCKET).parent and fixes.restart()
-    make = "" if is_of_the_unit else fixes.harmless(f"install -d {fixes.quoted(directory)}")
-    return failure(
-        f"{directory}, the directory of trainer.socket, does not exist"
-        + ("; it exists while the daemon runs" if is_of_the_unit else ""),
-        fixes.then(make, fixes.start(vm.path)),
-    )
-
-
-def _is_missing(user: str | int) -> bool:
-    return isinstance(user, str) and account(user) is None  # a uid needs no account
-
-
-def trainer_users(vm: Installation) -> Judgement:
-    users = vm.config.trainer.users
-    missing = [user for user in users if _is_missing(user)]
-    return judge_users(missing, len(users), grouped=has_group(TRAINER_GROUP))
-
-
-def judge_users(missing: list[str | int], count: int, *, grouped: bool) -> Judgement:
-    """Whether all ``trainer.users`` exist; the daemon does not start otherwise."""
-    if missing:
-        names = ", ".join(map(str, missing))
-        groups = f"--groups {TRAINER_GROUP} " if grouped else ""
-        make = [fixes.as_root(f"useradd {groups}{fixes.quoted(str(user))}") for user in missing]
-        return failure(f"trainer.users: no such user: {names}", fixes.then(*make, fixes.restart()))
-    if not count:
-        return ok("trainer.users is empty: only root and the daemon's user may connect")
-    return ok(f"{counted(count, 'user')} of trainer.users found")
-
-
+@CHECKS.add("socket", family="trainers", needs=("daemon",))
 def socket(vm: Installation) -> Judgement:
+    """``trainer.users`` reach the socket, by their groups or by ``SupplementaryGroups=`` of a unit."""
     socket, users = vm.config.trainer.socket, vm.config.trainer.users
     facts = socket.stat()
     if not stat.S_ISSOCK(facts.st_mode):
@@ -314,7 +337,9 @@ def _users_granted() -> dict[str, str]:
     return granted
 
 
+@CHECKS.add("signal", family="trainers", fix=lambda vm: fixes.edit(vm.path))
 def signal(vm: Installation) -> Judgement:
+    """The trainer catches ``trainer.signal``."""
     trainer = vm.config.trainer
     if trainer.signal == "none":
         return skipped("trainer.signal = none: trainers use the hooks")
@@ -343,7 +368,9 @@ def signal(vm: Installation) -> Judgement:
     return ok(f"process {pid} handles {trainer.signal}")
 
 
+@CHECKS.add("unconnected trainers", family="trainers", needs=("daemon",))
 def unconnected_trainers(vm: Installation) -> Judgement:
+    """No unconnected process holds a GPU."""
     answer = vm.answer()
     search = unconnected.search(vm.config.trainer, answer.status, answer.uid)
     if search.found:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks and findings, and the loop that runs checks one after the other, each with a time limit."""
+"""Checks and findings: how a check is declared, and the loop that runs checks, each with a time limit."""
 
 from __future__ import annotations
 
+import inspect
 import queue
 import re
 import threading
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from swansong_bucket.errors import StoreError, SwansongError
 
@@ -77,25 +78,61 @@ Probe = Callable[[Installation], Judgement]
 class Check:
     """One check of an installation."""
 
-    family: str
     name: str
     """Unique among all checks."""
-    shows: str
-    """The subject of the check, for the reference page."""
     probe: Probe
     """May block and may raise: a SwansongError is a finding, any other exception a bug of doctor."""
+    family: str
     needs: tuple[str, ...] = ()
     """Names of earlier checks.  If one of them does not succeed, this check is skipped."""
     fix: Callable[[Installation], str] = lambda _: ""
-    """The fix for an error that names no command."""
+    """The fix for an error, or a failure, that names no command."""
     applies: Callable[[Installation], object] = lambda _: True
     """Whether the installation has the thing that this check examines."""
     limit_s: float = 30.0
     settle_s: float = 0.0
     """Time in which a failure is probed again, because its fix may still take effect."""
 
+    @property
+    def shows(self) -> str:
+        """The subject of the check, for the reference page: the summary of the probe's docstring."""
+        summary, _, _ = inspect.cleandoc(self.probe.__doc__ or "").partition("\n\n")
+        return " ".join(summary.split())
+
     def finding(self, judgement: Judgement) -> Finding:
         return Finding(self.family, self.name, *judgement)
+
+
+class CheckFields(TypedDict, total=False):
+    """The fields of a check that its declaration may set."""
+
+    family: str
+    needs: tuple[str, ...]
+    fix: Callable[[Installation], str]
+    applies: Callable[[Installation], object]
+    limit_s: float
+    settle_s: float
+
+
+class Checklist(list[Check]):
+    """Checks in the order in which they run, each declared at its probe.
+
+    Args:
+        common: fields of each check that its declaration does not set.
+    """
+
+    def __init__(self, **common: Unpack[CheckFields]) -> None:
+        super().__init__()
+        self._common = dict[str, Any](common)
+
+    def add(self, name: str, **fields: Unpack[CheckFields]) -> Callable[[Probe], Probe]:
+        """Declare the decorated probe as a check; the summary of its docstring describes the check."""
+
+        def declare(probe: Probe) -> Probe:
+            self.append(Check(name, probe, **{**self._common, **fields}))
+            return probe
+
+        return declare
 
 
 class Examination:
@@ -180,11 +217,11 @@ def _bounded(check: Check, vm: Installation) -> Judgement:
                 time.sleep(_POLL_S)
                 judgement = check.probe(vm)
         except SwansongError as error:
-            judgement = of_error(error, _fix(check, vm))
+            judgement = of_error(error, "")
         except Exception as error:
-            judgement = failure(
-                f"the check crashed: {type(error).__name__}: {error}", _fix(check, vm)
-            )
+            judgement = failure(f"the check crashed: {type(error).__name__}: {error}", "")
+        if judgement.level is Level.FAILURE and not judgement.fix:
+            judgement = judgement._replace(fix=_fix(check, vm))
         judgements.put(judgement)
 
     threading.Thread(target=work, name=f"doctor-{check.name}", daemon=True).start()

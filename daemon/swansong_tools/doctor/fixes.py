@@ -18,14 +18,18 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from swansongd.config.config import DEFAULT_PATH
+
 from swansong_tools.doctor.installation import BOOTED, DAEMON_USER, TRAINER_GROUP, account
 
+WRITTEN_BY_RUN = "# Written by swansong run at each start."
 PROVISION = "# install the package again, or in a clone of Swansong: sudo packer/provision.sh"
 
 _FIRST = Path("/usr/lib/systemd/system/swansongd.service")
 _ADMIN = Path("/etc/systemd/system")
 """Directory of the units and drop-ins of the operator."""
 _chosen = _FIRST
+_is_by_unit = True
 _CLOUD_TOOLS = ("aws", "gcloud", "az")
 _BUILT_IN = ("unset",)
 _STARTS = re.compile(r"^ExecStart=.* --config[ =](\S+)\s*$", re.MULTILINE)
@@ -42,20 +46,22 @@ class Harmless(str):
 def choose_unit(config: Path, *units: Path) -> None:
     """Let all checks and fixes be for the unit that starts a daemon with this configuration.
 
-    Each job on a VM has its own unit.  If none names the configuration, the unit is ``swansongd.service``.
+    Each job on a VM has its own unit.  If none names a configuration in ``/etc/swansong``, its unit is
+    ``swansongd.service``.  Any other configuration has no unit: its daemon is started by ``swansong run``.
 
     Args:
         units: directories of units; the default are the operator's and the package's.
     """
-    global _chosen  # noqa: PLW0603 - one doctor checks one daemon
+    global _chosen, _is_by_unit  # noqa: PLW0603 - one doctor checks one daemon
     file = os.path.abspath(config)
-    _chosen = _FIRST
+    _chosen, _is_by_unit = _FIRST, Path(file).is_relative_to(DEFAULT_PATH.parent)
     places = units or (_ADMIN, _FIRST.parent)
     for unit in (each for place in places for each in sorted(place.glob("swansongd*.service"))):
         with suppress(OSError, UnicodeDecodeError):  # a unit that cannot be read is another's
             for named in _STARTS.findall(unit.read_text(encoding="utf-8")):
                 if (job := _job(named, file, is_template="@." in unit.name)) is not None:
                     _chosen = unit.with_name(unit.name.replace("@.", f"@{job}."))
+                    _is_by_unit = True
                     return
 
 
@@ -70,6 +76,16 @@ def _job(named: str, file: str, *, is_template: bool) -> str | None:
     before, has_instance, after = named.partition("%i")
     job = file.removeprefix(before).removesuffix(after)
     return job if has_instance and file == f"{before}{job}{after}" and "/" not in job else None
+
+
+def has_unit() -> bool:
+    """Whether a unit starts the daemon, rather than ``swansong run`` or its user."""
+    return _is_by_unit
+
+
+def has_daemon_user() -> bool:
+    """Whether the daemon runs as the user of its package."""
+    return _is_by_unit and account(DAEMON_USER) is not None
 
 
 def unit() -> Path:
@@ -89,7 +105,7 @@ def drop_ins() -> Path:
 
 
 def log(options: str) -> str:
-    """Show the log of the daemon."""
+    """Show the log of the daemon's unit."""
     return f"journalctl -u {unit().stem} {options} -o cat"
 
 
@@ -123,8 +139,11 @@ def write(path: Path, *lines: str) -> str:
 def drop_in(name: str, *lines: str) -> str:
     """Add a drop-in with these lines of ``[Service]`` to the daemon's unit, and restart the daemon.
 
+    Empty for a daemon without a unit.
     The name of the drop-in sorts last, so that it overrides the operator's drop-ins.
     """
+    if not _is_by_unit:
+        return ""
     return then(
         write(drop_ins() / f"zz-swansong-{name}.conf", "[Service]", *lines),
         harmless("systemctl daemon-reload"),
@@ -138,14 +157,28 @@ def more_memory() -> str:
 
 
 def restart() -> str:
-    """Start or restart the daemon; empty if systemd does not run."""
-    return harmless(f"systemctl restart {unit().name}") if BOOTED.is_dir() else ""
+    """Start or restart the daemon; empty if systemd does not run it."""
+    is_by_systemd = BOOTED.is_dir() and _is_by_unit
+    return harmless(f"systemctl restart {unit().name}") if is_by_systemd else ""
 
 
 def start(config: Path) -> str:
-    """Start the daemon, in the background if systemd does not run."""
+    """Start the daemon, in the background if systemd does not run it.
+
+    A daemon of ``swansong run`` is started only with its trainer.
+    """
+    if is_of_run(config):
+        return "# run the swansong run of this job again, which starts the daemon and the trainer"
     program = Path(sys.prefix, "bin", "swansongd")
     return restart() or f"{quoted(program)} --config {quoted(config)} &"
+
+
+def is_of_run(config: Path) -> bool:
+    """Whether ``swansong run`` wrote the configuration."""
+    try:
+        return config.read_text(encoding="utf-8", errors="replace").startswith(WRITTEN_BY_RUN)
+    except OSError:
+        return False
 
 
 def directory(path: Path, mode: str, *, installed: bool = False) -> str:
@@ -154,7 +187,7 @@ def directory(path: Path, mode: str, *, installed: bool = False) -> str:
     Args:
         installed: whether the daemon's user exists, or will exist when the command runs.
     """
-    has_user = installed or account(DAEMON_USER) is not None
+    has_user = installed or has_daemon_user()
     owner = f" -o {DAEMON_USER} -g {TRAINER_GROUP}" if has_user else ""
     command = as_root(f"install -d -m {mode}{owner} {quoted(path)}")
     return command if os.path.lexists(path) else Harmless(command)
@@ -165,29 +198,9 @@ def edit(path: Path) -> str:
     return f"sudoedit {quoted(path)}"
 
 
-def set_key(path: Path, key: str, value: str, *, table: str = "") -> str:
-    """A command that sets a key of the configuration, or opens the editor if no command can.
-
-    Args:
-        key: a key with a string value.
-        table: table to add the key to if it is not set; empty: the key must be in the file.
-    """
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
-
-    def is_once(line: str) -> bool:
-        return len(re.findall(line, text, re.MULTILINE)) == 1
-
-    if is_once(rf'^{key} *= *"[^"]*"'):
-        expression = f's|^{key} *= *"[^"]*"|{key} = "{value}"|'
-    elif table and is_once(rf"^\[{table}\]") and not re.search(rf"^ *{key}\b", text, re.MULTILINE):
-        expression = f's|^\\[{table}\\].*|&\\n{key} = "{value}"|'
-    else:
-        return edit(path)
-    command = f"sed -i {shlex.quote(expression)} {quoted(path)}"
-    return then(as_root(command), restart())
+def set_key(path: Path, line: str) -> str:
+    """Open the configuration, in which the operator puts the line, and restart the daemon."""
+    return f"{then(edit(path), restart())}  # set {line}"
 
 
 def quoted(path: Path | str) -> str:

@@ -11,14 +11,14 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from swansongd.config.config import Config, directory_of
 from swansongd.sources.logind import LogindError, NoLogind, read_inhibit_delay_max_s
 
 from swansong_tools.doctor import fixes
-from swansong_tools.doctor.findings import Judgement, failure, ok, skipped, warning
+from swansong_tools.doctor.findings import Checklist, Judgement, failure, ok, skipped, warning
 from swansong_tools.doctor.installation import (
     BOOTED,
     DAEMON_USER,
@@ -52,9 +52,15 @@ _HOME = Path("/var/lib/swansong")
 _RESTORED = _HOME / "restored"
 
 
+INSTALLED = Checklist(family="host")
+"""Checks of an installed unit; systemd need not run."""
+RUNNING = Checklist(family="host")
+IMAGE = Checklist(family="image")
+
+
 def is_installed() -> bool:
-    """Whether the daemon's unit is on this machine."""
-    return fixes.unit_file().exists()
+    """Whether the unit that starts a daemon with this configuration is on this machine."""
+    return fixes.has_unit() and fixes.unit_file().exists()
 
 
 def is_run_by_systemd() -> bool:
@@ -71,23 +77,16 @@ def written_directories(config: Config) -> list[Path]:
 # ------------------------------------------------------------ logind
 
 
+@RUNNING.add("logind delay")
 def logind_delay(vm: Installation) -> Judgement:
+    """A shutdown is delayed long enough, and less than the cloud allows."""
     try:
         delay_s = read_inhibit_delay_max_s()
     except NoLogind as error:
         return skipped(f"{error}: shutdowns are not delayed")
     except LogindError as error:
         return warning(str(error), fixes.as_root("systemctl restart systemd-logind"))
-    wanted_s = vm.config.deadline.shutdown_delay_s
-    return judge_delay(delay_s, wanted_s=wanted_s, shutdown_s=SHUTDOWN_S.get(vm.cloud))
-
-
-def judge_delay(delay_s: float, *, wanted_s: float, shutdown_s: float | None) -> Judgement:
-    """Whether logind delays a shutdown long enough, and less than the cloud allows.
-
-    Args:
-        shutdown_s: time until the cloud cuts the power; None if the cloud documents none.
-    """
+    wanted_s, shutdown_s = vm.config.deadline.shutdown_delay_s, SHUTDOWN_S.get(vm.cloud)
     found = f"logind delays a shutdown for {delay_s:g} s (InhibitDelayMaxUSec)"
     if delay_s < wanted_s:
         return warning(f"{found}, but the daemon needs {wanted_s:g} s", _set_delay(wanted_s))
@@ -112,22 +111,11 @@ def _restart_logind() -> str:
 # ------------------------------------------------------------ the unit
 
 
+@RUNNING.add("unit", applies=lambda vm: vm.by_systemd)
 def unit(vm: Installation) -> Judgement:
-    if not BOOTED.is_dir():
-        return skipped("systemd does not run here")
+    """The unit's time to stop, watchdog and restarts."""
+    facts = of_unit()
     stop_s = longest_grace_s(vm.config, vm.cloud) + vm.config.deadline.reserve_s
-    return judge_unit(of_unit(), stop_s=stop_s)
-
-
-def judge_unit(facts: Mapping[str, str], *, stop_s: float) -> Judgement:
-    """Whether systemd gives the daemon enough time to stop, waits until it is ready, and supervises it.
-
-    Args:
-        facts: properties from ``systemctl show``.
-        stop_s: longest time that the daemon needs to stop.
-    """
-    if facts.get("LoadState") == "not-found":
-        return failure(f"the unit {fixes.unit().name} does not exist", _PROVISION)
     timeout_s = seconds(facts.get("TimeoutStopUSec", ""))
     if timeout_s is not None and timeout_s < stop_s:
         return failure(
@@ -156,7 +144,9 @@ def judge_unit(facts: Mapping[str, str], *, stop_s: float) -> Judgement:
     return ok(found)
 
 
+@RUNNING.add("sandbox", applies=lambda vm: vm.by_systemd)
 def sandbox(vm: Installation) -> Judgement:
+    """The daemon can write to staging and to a ``file://`` store."""
     facts = of_unit()
     words = facts.get("ReadWritePaths", "").split()
     return judge_paths(
@@ -171,8 +161,9 @@ def sandbox(vm: Installation) -> Judgement:
     )
 
 
+@IMAGE.add("sandbox", applies=lambda vm: vm.configured)
 def sandbox_of_image(vm: Installation) -> Judgement:
-    """The same before systemd runs, by the texts of the unit and its drop-ins."""
+    """The unit and its drop-ins let the daemon write to staging and to a ``file://`` store."""
     unit = _below(vm.root, str(fixes.unit_file()))
     texts = (unit, *sorted(_below(vm.root, str(fixes.drop_ins())).glob("*.conf")))
     lines = [line for path in texts if path.exists() for line in path.read_text().splitlines()]
@@ -181,10 +172,8 @@ def sandbox_of_image(vm: Installation) -> Judgement:
     words: list[str] = []
     for line in lines:
         key, _, value = line.partition("=")
-        if key.strip() == "ReadWritePaths":
-            words = (
-                [*words, *value.split()] if value.split() else []
-            )  # an empty one resets the list
+        if key.strip() == "ReadWritePaths":  # an empty one resets the list
+            words = [*words, *value.split()] if value.split() else []
     return judge_paths(words, written_directories(vm.config), is_strict=True, missing=[])
 
 
@@ -250,7 +239,9 @@ def _shown(timeout_s: float | None) -> str:
 # ------------------------------------------------------------ the image
 
 
+@INSTALLED.add("packages", fix=lambda _: _PROVISION, limit_s=60.0)
 def packages(_: Installation) -> Judgement:
+    """All packages can be imported."""
     missing = []
     for name in _PACKAGES:
         try:
@@ -263,11 +254,10 @@ def packages(_: Installation) -> Judgement:
     return ok(f"all {len(_PACKAGES)} packages are installed in {sys.prefix} (Python {version})")
 
 
+@INSTALLED.add("polkit")
 def polkit(_: Installation) -> Judgement:
-    if any(
-        os.access(os.path.join(directory, "pkaction"), os.X_OK)
-        for directory in ("/usr/bin", "/usr/local/bin", "/bin")
-    ):
+    """Polkit is installed; without it logind refuses the delay lock."""
+    if shutil.which("pkaction", path="/usr/bin:/usr/local/bin:/bin"):
         return ok("polkit is installed")
     return warning(
         "polkit is not installed: logind will refuse the daemon's delay lock",
@@ -279,26 +269,22 @@ def polkit(_: Installation) -> Judgement:
     )
 
 
+@INSTALLED.add("users")
 def users(_: Installation) -> Judgement:
-    return judge_accounts(user=account(DAEMON_USER) is not None, group=has_group(TRAINER_GROUP))
-
-
-def judge_accounts(*, user: bool, group: bool) -> Judgement:
-    """Whether the daemon's user and the trainers' group exist."""
-    missing = [f"user {DAEMON_USER}"] * (not user) + [f"group {TRAINER_GROUP}"] * (not group)
+    """The user of the daemon, and the group of the trainers."""
+    missing = [] if account(DAEMON_USER) else [f"user {DAEMON_USER}"]
+    missing += [] if has_group(TRAINER_GROUP) else [f"group {TRAINER_GROUP}"]
     if missing:
-        return failure(
-            f"{' and '.join(missing)} {'do' if len(missing) > 1 else 'does'} not exist",
-            fixes.then(
-                fixes.harmless("systemd-sysusers swansong.conf"), _tmpfiles(), fixes.restart()
-            )
-            if SYSUSERS.exists()
-            else _PROVISION,
-        )
+        make = fixes.harmless("systemd-sysusers swansong.conf")
+        fix = fixes.then(make, _tmpfiles(), fixes.restart()) if SYSUSERS.exists() else _PROVISION
+        verb = "do" if len(missing) > 1 else "does"
+        return failure(f"{' and '.join(missing)} {verb} not exist", fix)
     return ok(f"user {DAEMON_USER} and group {TRAINER_GROUP} exist")
 
 
+@INSTALLED.add("unit file")
 def unit_file(_: Installation) -> Judgement:
+    """The unit exists and starts at boot."""
     unit = fixes.unit()
     if not fixes.unit_file().exists():
         return failure(f"{fixes.unit_file()} is missing", _PROVISION)
@@ -316,7 +302,9 @@ def unit_file(_: Installation) -> Judgement:
     return ok(f"{unit} is enabled")
 
 
+@INSTALLED.add("unit syntax", needs=("unit file",))
 def unit_syntax(_: Installation) -> Judgement:
+    """Systemd accepts all units."""
     if shutil.which("systemd-analyze") is None:
         return skipped("systemd-analyze is not installed")
     units = [
@@ -327,7 +315,11 @@ def unit_syntax(_: Installation) -> Judgement:
     # systemd-analyze verifies a template by an instance of it, which needs no file.  The instance of
     # swansong-ready@ is another unit.
     paths = [str(path).replace("@.", "@swansongd.") for path in units]
-    return judge_syntax(_analyzed("verify", "--man=no", *paths).stderr, units=len(units))
+    # The tool also reports units of other packages, and exits with 0 after most errors.
+    lines = _analyzed("verify", "--man=no", *paths).stderr.splitlines()
+    if ours := [line for line in lines if "swansong" in line]:
+        return failure(f"systemd rejects settings: {'; '.join(ours)}", _PROVISION)
+    return ok(f"systemd accepts all {len(units)} units")
 
 
 def _analyzed(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -341,29 +333,13 @@ def _analyzed(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def judge_syntax(stderr: str, *, units: int) -> Judgement:
-    """Whether ``systemd-analyze verify`` accepts our units, by its standard error.
-
-    The tool also reports units of other packages, and exits with 0 after most errors.
-    """
-    ours = [line for line in stderr.splitlines() if "swansong" in line]
-    if ours:
-        return failure(f"systemd rejects settings: {'; '.join(ours)}", _PROVISION)
-    return ok(f"systemd accepts all {units} units")
-
-
+@INSTALLED.add("logind drop-in")
 def logind_drop_in(_: Installation) -> Judgement:
+    """Our drop-in sets the delay of a shutdown."""
     if not _DROP_IN.exists() and not _OVERRIDE.exists():
         return warning(f"{_DROP_IN} is missing: logind delays shutdowns for 5 s only", _set_delay())
-    return judge_drop_in(_analyzed("cat-config", "systemd/logind.conf").stdout)
-
-
-def judge_drop_in(configuration: str) -> Judgement:
-    """Whether our drop-in sets logind's delay.
-
-    Args:
-        configuration: output of ``systemd-analyze cat-config``: all files in order, each below its name.
-    """
+    # All files in order, each below its name.
+    configuration = _analyzed("cat-config", "systemd/logind.conf").stdout
     file = winner = ""
     for line in configuration.splitlines():
         if re.fullmatch(r"# /\S+", line):
@@ -378,7 +354,9 @@ def judge_drop_in(configuration: str) -> Judgement:
     return ok(f"{winner} sets the delay of a shutdown")
 
 
+@INSTALLED.add("permissions", needs=("users",))
 def permissions(vm: Installation) -> Judgement:
+    """The rights of the daemon's user."""
     config, user = vm.path, account(DAEMON_USER)
     daemon = user and with_trainers(user)
     if daemon is None or (daemon.uid != os.geteuid() and os.geteuid() != 0):
@@ -465,7 +443,9 @@ def _homes(root: Path) -> Iterable[Path]:
     return sorted(_below(root, home) for home in homes)
 
 
+@IMAGE.add("secrets")
 def secrets(vm: Installation) -> Judgement:
+    """No credential in any home, in `/etc/swansong` or in drop-ins."""
     root = vm.root
     places = [(home, pattern) for home in _homes(root) for pattern in _CREDENTIAL_FILES]
     places += [(root, pattern.lstrip("/")) for pattern in _OF_THE_UNIT]
@@ -490,7 +470,9 @@ def secrets(vm: Installation) -> Judgement:
     )
 
 
+@IMAGE.add("identity")
 def identity(vm: Installation) -> Judgement:
+    """The image has no machine id."""
     known = [
         name
         for name in _IDENTITIES

@@ -22,15 +22,18 @@ from swansongd.observe.notifications import Origin, sample
 from swansongd.util import listeners
 
 from swansong_tools.doctor import fixes
-from swansong_tools.doctor.findings import Judgement, Probe, failure, ok, warning
-from swansong_tools.doctor.installation import DAEMON_USER, Installation, account
+from swansong_tools.doctor.findings import Checklist, Judgement, failure, ok, warning
+from swansong_tools.doctor.installation import DAEMON_USER, Installation
 
-RequestMaker = Callable[[Installation], HttpRequest]
+AS_DAEMON = Checklist(family="notify")
+METRICS = Checklist(family="metrics")
 
 
+@METRICS.add("metrics address", applies=lambda vm: vm.config.metrics.listen)
 def metrics_address(vm: Installation) -> Judgement:
-    """Whether the daemon serves its metrics there, or could.  Root also sees which process has the address.
+    """The daemon serves ``metrics.listen``, or the address is free; otherwise the process that has it.
 
+    Only root sees that process.
     The daemon itself reports it, on its own socket: any process can answer a scrape with forged metrics.
     """
     listen, edit = vm.config.metrics.listen, fixes.edit(vm.path)
@@ -72,8 +75,9 @@ def _not_served(listen: ListenAddress, reason: str, edit: str) -> Judgement:
     )
 
 
+@AS_DAEMON.add("metrics textfile", family="metrics", applies=lambda vm: vm.config.metrics.textfile)
 def textfile(vm: Installation) -> Judgement:
-    """Whether the daemon can write a file to the directory, in its sandbox."""
+    """The daemon can write to the directory of ``metrics.textfile``."""
     assert vm.config.metrics.textfile is not None
     directory = vm.config.metrics.textfile.parent
     place = fixes.quoted(directory)
@@ -84,7 +88,7 @@ def textfile(vm: Installation) -> Judgement:
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     except OSError as error:
         # Not its group, which trainers have: they could write figures of their own.
-        own = fixes.as_root(f"chown {DAEMON_USER} {place}") if account(DAEMON_USER) else ""
+        own = fixes.as_root(f"chown {DAEMON_USER} {place}") if fixes.has_daemon_user() else ""
         allow = fixes.drop_in("metrics", f"ReadWritePaths={directory}")
         return warning(f"writing to {directory} failed: {error.strerror}", fixes.then(own, allow))
     with suppress(OSError):
@@ -95,54 +99,79 @@ def textfile(vm: Installation) -> Judgement:
 # ------------------------------------------------------------ notifications
 
 
-def webhook_request(vm: Installation) -> HttpRequest:
-    """The test notification.  Its id names no VM, because a trial need not know the VM of the daemon."""
+@AS_DAEMON.add("webhook", applies=lambda vm: vm.config.notify.has_webhook)
+def webhook_address(vm: Installation) -> Judgement:
+    """Secrets are private, the address resolves, the template becomes JSON."""
+    return _judge_address(vm, _test_notification)
+
+
+@AS_DAEMON.add(
+    "test notification",
+    needs=("webhook",),
+    applies=lambda vm: vm.config.notify.has_webhook and vm.options.send_notification,
+)
+def test_notification(vm: Installation) -> Judgement:
+    """With ``--send-notification``: the receiver accepts a notification."""
+    return _judge_sending(vm, _test_notification)
+
+
+@AS_DAEMON.add("heartbeat", applies=lambda vm: vm.config.notify.has_heartbeat)
+def heartbeat_address(vm: Installation) -> Judgement:
+    """The secret is private, the address resolves."""
+    return _judge_address(vm, _test_heartbeat)
+
+
+@AS_DAEMON.add(
+    "test heartbeat",
+    needs=("heartbeat",),
+    applies=lambda vm: vm.config.notify.has_heartbeat and vm.options.send_notification,
+)
+def test_heartbeat(vm: Installation) -> Judgement:
+    """With ``--send-notification``: the receiver accepts a call."""
+    return _judge_sending(vm, _test_heartbeat)
+
+
+def _test_notification(vm: Installation) -> HttpRequest:
+    """The request with the test notification.  Its id names no VM: a trial need not know the daemon's VM."""
     host = platform.node()
     vm_id = hashlib.sha256(f"doctor {host}".encode()).hexdigest()[:16]
     origin = Origin(run=vm.config.run.name, vm=vm_id, host=host)
     return webhook.request_for(vm.config.notify, origin, sample(time.time()))
 
 
-def heartbeat_request(vm: Installation) -> HttpRequest:
+def _test_heartbeat(vm: Installation) -> HttpRequest:
     return heartbeat.request_for(vm.config.notify)
 
 
-def resolves(make: RequestMaker) -> Probe:
+def _judge_address(vm: Installation, make: Callable[[Installation], HttpRequest]) -> Judgement:
     """Whether the secrets can be read, and the name of the host resolves.  Sends nothing to the host."""
-
-    def probe(vm: Installation) -> Judgement:
-        edit = fixes.edit(vm.path)
-        try:
-            host = urlsplit(make(vm).url).hostname or ""
-        except SwansongError as error:
-            return warning(str(error), f"# {error.hint}" if error.hint else edit)
-        try:
-            socket.getaddrinfo(host, 443, type=socket.SOCK_STREAM)
-        except OSError as error:
-            return warning(f"resolving {host} failed: {error.strerror}", edit)
-        return ok(f"the secrets are private, and {host} resolves")
-
-    return probe
+    edit = fixes.edit(vm.path)
+    try:
+        host = urlsplit(make(vm).url).hostname or ""
+    except SwansongError as error:
+        return warning(str(error), f"# {error.hint}" if error.hint else edit)
+    try:
+        socket.getaddrinfo(host, 443, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return warning(f"resolving {host} failed: {error.strerror}", edit)
+    return ok(f"the secrets are private, and {host} resolves")
 
 
-def is_accepted(make: RequestMaker) -> Probe:
+def _judge_sending(vm: Installation, make: Callable[[Installation], HttpRequest]) -> Judgement:
     """Whether the receiver accepts the request."""
-
-    def probe(vm: Installation) -> Judgement:
-        began_mono_s, edit = time.monotonic(), fixes.edit(vm.path)
-        try:
-            Deliverer().send(make(vm))
-        except NotDelivered as error:
-            return failure(f"sending failed: {error}", edit)
-        except SwansongError as error:
-            return failure(str(error), f"# {error.hint}" if error.hint else edit)
-        return ok(f"accepted after {time.monotonic() - began_mono_s:.1f} s")
-
-    return probe
+    began_mono_s, edit = time.monotonic(), fixes.edit(vm.path)
+    try:
+        Deliverer().send(make(vm))
+    except NotDelivered as error:
+        return failure(f"sending failed: {error}", edit)
+    except SwansongError as error:
+        return failure(str(error), f"# {error.hint}" if error.hint else edit)
+    return ok(f"accepted after {time.monotonic() - began_mono_s:.1f} s")
 
 
+@AS_DAEMON.add("notify.exec", applies=lambda vm: vm.config.notify.exec)
 def program(vm: Installation) -> Judgement:
-    """Whether the program of ``notify.exec`` can run, and only its owner and root can change it."""
+    """The program can run, and no other user can change it."""
     settings = vm.config.notify
     program = Path(settings.exec[0])
     try:

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+from swansong_bucket.errors import Unreachable
+from swansongd.trainers import peers
 
 from swansong_tools.doctor import fixes
 from swansong_tools.doctor.findings import Finding, Judgement, Level, failure
@@ -28,7 +32,6 @@ from swansong_tools.doctor.installation import (
     Account,
     Installation,
     account,
-    daemon_account,
 )
 
 LIMIT_S = 400.0
@@ -70,17 +73,6 @@ StandardError=file:{directory}/stderr
 """
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessIdentity:
-    """User and environment of the checks if systemd does not manage the daemon."""
-
-    user: Account
-    environ: Mapping[str, str]
-
-    def is_this_process(self) -> bool:
-        return self.user.uid == os.geteuid() and self.environ == os.environ
-
-
 def systemctl(*arguments: str) -> str:
     """The standard output of ``systemctl``."""
     done = subprocess.run(  # noqa: S603 - fixed arguments
@@ -105,11 +97,46 @@ def of_unit() -> dict[str, str]:
     return properties(fixes.unit().name, _PROPERTIES)
 
 
+def findings(vm: Installation) -> Iterator[Finding]:
+    """The findings of a process with the user, the environment and the sandbox of the daemon."""
+    if vm.by_systemd and os.geteuid() != 0:
+        found = (
+            "checking store and staging requires root: these checks run in the sandbox of the unit"
+        )
+        yield as_the_daemon(failure(found, "sudo swansong doctor"))
+        return
+    vm.options = replace(vm.options, operator_file=_operator_file(vm))
+    try:
+        yield from _in_unit(vm) if vm.by_systemd else _in_process(vm)
+    except OSError as error:  # of temporary files: each check handles its own errors
+        found = f"checking store and staging failed: {error}"
+        yield as_the_daemon(failure(found, "# set TMPDIR to a writable directory"))
+
+
+def _operator_file(vm: Installation) -> str:
+    """Credentials in an operator's home, which the daemon does not read."""
+    below = {
+        "s3": ".aws/credentials",
+        "gs": ".config/gcloud/application_default_credentials.json",
+    }.get(vm.config.store.url.partition(":")[0])
+    if below is None or not vm.by_systemd:
+        return ""
+    for name in (os.environ.get("SUDO_USER", ""), "root"):
+        try:
+            path = Path(pwd.getpwnam(name).pw_dir, below)
+            if path.is_file():
+                return str(path)
+        except (KeyError, OSError):
+            continue
+    return ""
+
+
 # ------------------------------------------------------------ with systemd
 
 
-def in_unit(vm: Installation) -> Iterator[Finding]:
+def _in_unit(vm: Installation) -> Iterator[Finding]:
     """Run the checks in a transient copy of the daemon's unit.  Requires root."""
+    vm.options = replace(vm.options, environment_of="the daemon's unit")
     directory = Path(tempfile.mkdtemp(prefix="swansong-doctor-", dir="/run"))
     unit = BOOTED / f"{directory.name}.service"
     try:
@@ -184,10 +211,8 @@ def failed_to_run(ended: Mapping[str, str], stderr: str) -> Judgement:
         stderr: last line of standard error.
     """
     status, result = ended.get("ExecMainStatus", "?"), ended.get("Result", "?")
-    found = (
-        f"running a process in the sandbox of the daemon's unit failed: {result}, status {status}"
-    )
-    fix = f"systemctl cat {fixes.unit().name}"
+    found = f"running a process as the daemon failed: {result}, status {status}"
+    fix = f"systemctl cat {fixes.unit().name}" if fixes.has_unit() else ""
     if result == "oom-kill":
         found = "the kernel killed the checks: out of memory within MemoryMax= of the daemon's unit"
         fix = fixes.more_memory()
@@ -202,9 +227,11 @@ def as_the_daemon(judgement: Judgement) -> Finding:
 # ------------------------------------------------------------ without systemd
 
 
-def in_process(identity: ProcessIdentity, vm: Installation) -> Iterator[Finding]:
-    """Run the checks as a process with this identity."""
-    user, options = identity.user, dict[str, Any]()
+def _in_process(vm: Installation) -> Iterator[Finding]:
+    """Run the checks as the user of the daemon, with its environment."""
+    user, environ, whose = _identity(vm)
+    vm.options = replace(vm.options, environment_of=whose)
+    options: dict[str, Any] = {}
     if os.geteuid() == 0 and user.uid != 0:
         options = {"user": user.uid, "group": user.gid, "extra_groups": user.groups, "cwd": "/"}
     with (
@@ -220,7 +247,7 @@ def in_process(identity: ProcessIdentity, vm: Installation) -> Iterator[Finding]
                     stdin=subprocess.DEVNULL,
                     stdout=stdout,
                     stderr=stderr,
-                    env={**identity.environ, "TMPDIR": scratch},
+                    env={**environ, "TMPDIR": scratch},
                     **options,
                 )
         except OSError as error:
@@ -237,51 +264,41 @@ def in_process(identity: ProcessIdentity, vm: Installation) -> Iterator[Finding]
             yield as_the_daemon(failed_to_run(ended, _last_line(errors)))
 
 
-def identity_of(pid: int, uid: int) -> ProcessIdentity | None:
-    """User and environment of a running daemon; None if unreadable, or if the user is not trusted.
+def _identity(vm: Installation) -> tuple[Account, Mapping[str, str], str]:
+    """User and environment of the running daemon, and a description of the environment's owner.
 
-    Args:
-        uid: user that listens on the socket, as the kernel reports it.
+    The user and the environment of this command if the daemon does not run, if its environment cannot be
+    read, or if its user is not trusted.  Root's command takes the daemon's user.
     """
-    process = Path("/proc", str(pid))
+    own = account(DAEMON_USER)
+    trusted = {0, os.geteuid()} | ({own.uid} if own is not None and os.geteuid() == 0 else set())
     try:
-        facts = dict(
-            line.split(":\t", 1)
-            for line in (process / "status").read_text().splitlines()
-            if ":\t" in line
-        )
-        content = (process / "environ").read_bytes()
-        found_uid, gid = (int(facts[name].split()[1]) for name in ("Uid", "Gid"))
-        groups = tuple(map(int, facts["Groups"].split()))
-    except (OSError, ValueError, KeyError, IndexError):
-        return None
-    if found_uid != uid or uid not in _trusted():
-        return None
+        answer = vm.answer()
+        pid, uid = answer.status.pid, answer.uid
+        gid, *groups = peers.groups_of(pid)
+        content = Path(f"/proc/{pid}/environ").read_bytes()
+        # The kernel reports the user of the socket; the process named its id itself.
+        is_daemon = peers.uids_of(pid) == {uid} and uid in trusted
+    except (Unreachable, OSError):
+        is_daemon = False  # another check reports a daemon that does not run
+    if not is_daemon:
+        whose = "this command (the daemon's environment cannot be read)"
+        return vm.user, os.environ, whose
     # Variables of the dynamic loader could run foreign code as this user.
     environ = {
         os.fsdecode(name): os.fsdecode(value)
         for name, _, value in (item.partition(b"=") for item in content.split(b"\0"))
         if name and not name.startswith(b"LD_")
     }
-    return ProcessIdentity(Account(f"user id {uid}", uid, gid, groups), environ)
-
-
-def _trusted() -> set[int]:
-    """Users whose process may be taken for the daemon."""
-    user = account(DAEMON_USER)
-    return {0, os.geteuid()} | ({user.uid} if user is not None and os.geteuid() == 0 else set())
-
-
-def presumed() -> ProcessIdentity:
-    """The identity of a daemon that does not run: its user if root runs this process, else this user."""
-    return ProcessIdentity(daemon_account(), os.environ)
+    found = Account(f"user id {uid}", uid, gid, tuple(groups))
+    return found, environ, f"the daemon (process {pid})"
 
 
 # ------------------------------------------------------------ shared
 
 
 def _command(vm: Installation) -> list[str]:
-    module, options = "swansong_tools.doctor.checkup", json.dumps(asdict(vm.options))
+    module, options = "swansong_tools.doctor.checks", json.dumps(asdict(vm.options))
     return [sys.executable, "-I", "-m", module, str(vm.path), options]
 
 

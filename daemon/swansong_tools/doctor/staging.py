@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staging: existence, permissions, free space, speed."""
+"""Staging: existence, permissions, free space, speed; and the disks behind directories."""
 
 from __future__ import annotations
 
 import mmap
 import os
+import re
 import secrets
 import stat
 import sys
@@ -17,10 +18,11 @@ from typing import NamedTuple
 
 from swansong import openat
 from swansong_bucket.stores.file import mounts
+from swansong_bucket.stores.file.mounts import Mount
 
-from swansong_tools.doctor import disks, fixes
-from swansong_tools.doctor.findings import Judgement, failure, ok, skipped, warning
-from swansong_tools.doctor.installation import DAEMON_USER, TRAINER_GROUP, Installation, account
+from swansong_tools.doctor import fixes
+from swansong_tools.doctor.findings import Checklist, Judgement, failure, ok, skipped, warning
+from swansong_tools.doctor.installation import DAEMON_USER, TRAINER_GROUP, Installation
 from swansong_tools.units import human_bytes
 
 _SPEED_BYTES = 64 * 2**20
@@ -33,6 +35,21 @@ _ENTRIES_MAX = 100_000
 _DEPTH_MAX = 30
 _UID_MAP = Path("/proc/self/uid_map")
 _ALL_UIDS = ["0", "0", str(2**32 - 1)]
+SYS = Path("/sys")
+
+_BOOT = ("/", "/boot", "/boot/efi", "/usr")
+_SERVERS = {
+    "9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "smb3",
+    "virtiofs",
+}  # fmt: skip
+_LOCAL_FUSE = {
+    "fuse.bindfs", "fuse.encfs", "fuse.fuse-overlayfs", "fuse.gocryptfs", "fuse.lxcfs",
+    "fuse.mergerfs", "fuse.unionfs",
+}  # fmt: skip
+_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
+_EPHEMERAL = re.compile(r"Amazon EC2 NVMe Instance Storage|nvme_card\d*|EphemeralDisk")
+"""Models of disks that are erased when the VM is terminated."""
+_LAYERS_MAX = 8
 
 
 def made(vm: Installation) -> str:
@@ -40,17 +57,24 @@ def made(vm: Installation) -> str:
     return fixes.then(fixes.directory(vm.staging, "2750"), fixes.restart())
 
 
+CHECKS = Checklist(family="staging", fix=made)
+
+
+@CHECKS.add("staging")
 def exists(vm: Installation) -> Judgement:
+    """The directory exists."""
     path = vm.staging
     if not path.exists():
         return failure(f"staging.path {path} does not exist: not created, or not mounted", made(vm))
     if not path.is_dir():
         return failure(f"staging.path {path} is not a directory", made(vm))
-    kind = disks.mount_of(path, mounts.mounted()).kind
+    kind = mount_of(path, mounts.mounted()).kind
     return ok(f"{path} exists, on {kind}")
 
 
+@CHECKS.add("staging rights", needs=("staging",))
 def rights(vm: Installation) -> Judgement:
+    """The daemon can write to staging."""
     path, run, daemon = vm.staging, vm.run, vm.user
     where = run if run.is_dir() else path
     if daemon.may("rwx", where):
@@ -64,7 +88,7 @@ def rights(vm: Installation) -> Judgement:
         return failure(
             f"{found}: mounted read-only", fixes.drop_in("staging", f"ReadWritePaths={path}")
         )
-    owner = f"{DAEMON_USER}:{TRAINER_GROUP}" if account(DAEMON_USER) else daemon.name
+    owner = f"{DAEMON_USER}:{TRAINER_GROUP}" if fixes.has_daemon_user() else daemon.name
     return failure(
         found,
         fixes.then(
@@ -75,7 +99,9 @@ def rights(vm: Installation) -> Judgement:
     )
 
 
+@CHECKS.add("staging parents", needs=("staging",))
 def parents(vm: Installation) -> Judgement:
+    """No other user can replace staging."""
     if _UID_MAP.read_text().split() != _ALL_UIDS:
         return skipped("a user namespace hides the owners of directories")
     real = Path(os.path.realpath(vm.staging))
@@ -111,22 +137,13 @@ def judge_parents(facts: Mapping[Path, tuple[int, int]], daemon_uid: int) -> Jud
     return ok(f"only root and the daemon can write to {staging} and the directories above it")
 
 
+@CHECKS.add("file system", needs=("staging",))
 def file_system(vm: Installation) -> Judgement:
-    return judge_devices(vm.staging, vm.run, _device(vm.staging), _device(vm.run))
-
-
-def _device(path: Path) -> int | None:
-    try:
-        return path.stat().st_dev
-    except OSError:
-        return None
-
-
-def judge_devices(path: Path, run: Path, staging: int | None, run_device: int | None) -> Judgement:
-    """Whether the run directory is on the file system of staging, so that sets can be renamed."""
-    if run_device is None:
+    """The run and staging are on one file system."""
+    path, run = vm.staging, vm.run
+    if not os.path.exists(run):  # pathlib would raise if this user may not look
         return ok(f"{run} does not exist yet: the daemon creates it in {path}")
-    if staging != run_device:
+    if run.stat().st_dev != path.stat().st_dev:
         return failure(
             f"{run} is not on the file system of {path}: sealed sets could not be renamed",
             fixes.as_root(f"umount {fixes.quoted(run)}"),
@@ -134,7 +151,9 @@ def judge_devices(path: Path, run: Path, staging: int | None, run_device: int | 
     return ok(f"{run} is on the same file system as {path}")
 
 
+@CHECKS.add("free space", needs=("staging",))
 def space(vm: Installation) -> Judgement:
+    """Staging has room for two checkpoints."""
     return judge_space(vm.staging, free(vm.staging), newest(vm.run))
 
 
@@ -229,7 +248,7 @@ def more_room(path: Path, lacking: Room) -> str:
     A tmpfs gets at most half of the memory, as the kernel's default.
     """
     known = mounts.mounted()
-    mount = disks.mount_of(Path(os.path.realpath(path)), known)
+    mount = mount_of(Path(os.path.realpath(path)), known)
     if mount.kind == "tmpfs":
         facts = os.statvfs(mount.point)
         size_bytes = facts.f_blocks * facts.f_frsize + max(lacking.size_bytes, 0)
@@ -239,10 +258,12 @@ def more_room(path: Path, lacking: Room) -> str:
             inodes = f",nr_inodes={facts.f_files + lacking.files}" if lacking.files > 0 else ""
             point = fixes.quoted(mount.point)
             return fixes.as_root(f"mount -o remount,{size}{inodes} {point}")
-    return disks.make_room(path, known)
+    return make_room(path, known)
 
 
+@CHECKS.add("disk speed", needs=("staging rights",))
 def speed(vm: Installation) -> Judgement:
+    """The time to write and read 64 MiB."""
     path = vm.staging
     if free(path).size_bytes < 2 * _SPEED_BYTES:
         return skipped(f"not measured: less than {2 * _SPEED_BYTES / 1e6:.0f} MB are free")
@@ -271,3 +292,85 @@ def speed(vm: Installation) -> Judgement:
 
 def _rate(took_s: float) -> str:
     return f"{_SPEED_BYTES / 1e6 / max(took_s, 1e-9):.0f} MB/s"
+
+
+# ---------------------------------------------------------------- disks
+
+
+def mount_of(path: Path, known: list[Mount]) -> Mount:
+    """The mount that contains a path: the deepest one, and the last of several at the same point."""
+    found = Mount(0, 0, "", "/", "", "an unknown file system")
+    for mount in known:
+        is_above = os.path.commonpath([mount.point, path]) == mount.point
+        if is_above and len(mount.point) >= len(found.point):
+            found = mount
+    return found
+
+
+def make_room(path: Path, known: list[Mount]) -> str:
+    """Advice for a file system that is full; the operator decides."""
+    point = mount_of(Path(os.path.realpath(path)), known).point
+    return f"# delete files of other programs in {point}, or mount a larger disk at {path}"
+
+
+def dies_with_vm(path: Path, known: list[Mount], sys: Path = SYS) -> tuple[str, str]:
+    """The reason why files below ``path`` are lost with the VM, and their file system.
+
+    Returns:
+        The reason, empty for a file server or a persistent disk other than the boot disk; and the file
+        system with its device or server.
+    """
+    mount = mount_of(Path(os.path.realpath(path)), known)
+    where = f"{mount.kind} on {mount.source or 'no device'}, mounted at {mount.point}"
+    is_fuse = mount.kind.partition(".")[0] == "fuse" and mount.kind not in _LOCAL_FUSE
+    if mount.kind in _SERVERS or is_fuse or ":/" in mount.source:
+        return "", where
+    if mount.kind in _MEMORY:
+        return "it is in memory", where
+    disks = disks_of(mount, sys)
+    if not disks:
+        pools = {mount_of(Path(place), known).source.partition("/")[0] for place in _BOOT}
+        if mount.kind == "zfs" and mount.source.partition("/")[0] not in pools:
+            return "", where
+        return "no disk backs it", where
+    boot = {disk for place in _BOOT for disk in disks_of(mount_of(Path(place), known), sys)}
+    if shared := disks & boot:
+        return f"it is on the boot disk {' and '.join(sorted(shared))}", where
+    if lost := {disk for disk in disks if _is_ephemeral(disk, sys)}:
+        return f"the disk {' and '.join(sorted(lost))} is erased when the VM is terminated", where
+    return "", where
+
+
+def disks_of(mount: Mount, sys: Path = SYS) -> set[str]:
+    """Names of the disks below a mount, through partitions, LVM, encryption and RAID; may be empty."""
+    block = sys / "dev" / "block" / mount.device
+    if mount.device.startswith("0:"):  # Btrfs and others use anonymous device numbers
+        if not mount.source.startswith("/dev/"):
+            return set()
+        block = sys / "class" / "block" / os.path.basename(mount.source)
+        for name in (sys / "class" / "block").glob("dm-*/dm/name"):
+            if name.read_text().strip() == os.path.basename(mount.source):
+                block = name.parents[1]
+    return _whole(block, _LAYERS_MAX)
+
+
+def _whole(block: Path, depth: int) -> set[str]:
+    if not block.exists() or not depth:
+        return set()
+    real = Path(os.path.realpath(block))
+    if (real / "partition").exists():
+        real = real.parent
+    below = real / "slaves"
+    slaves = list(below.iterdir()) if below.is_dir() else []
+    if slaves:
+        return set().union(*(_whole(slave, depth - 1) for slave in slaves))
+    # A loop device is backed by a file, a RAM disk by memory.
+    return set() if real.name.startswith(("loop", "ram", "zram")) else {real.name}
+
+
+def _is_ephemeral(disk: str, sys: Path) -> bool:
+    model = sys / "class" / "block" / disk / "device" / "model"
+    try:
+        return _EPHEMERAL.fullmatch(model.read_text().strip()) is not None
+    except OSError:
+        return False

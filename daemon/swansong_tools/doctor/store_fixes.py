@@ -24,8 +24,8 @@ from swansong_bucket.stores.file import mounts
 from swansong_bucket.stores.s3.access import CREDENTIALS_HINT, Unsupported
 from swansongd.config.config import Config
 
-from swansong_tools.doctor import disks, fixes
-from swansong_tools.doctor.installation import DAEMON_USER, account, exists
+from swansong_tools.doctor import fixes, staging
+from swansong_tools.doctor.installation import DAEMON_USER, exists
 
 _AWS_FILES = (
     ("AWS_SHARED_CREDENTIALS_FILE", "/etc/swansong/aws/credentials"),
@@ -86,7 +86,7 @@ def of_refusal(config: Config, path: Path, error: StoreError, operator_file: str
     if config.store.url.startswith("file://"):
         return _of_directory(directory_of(config), error)
     if is_certificate_problem(error):
-        return fixes.set_key(path, "ca_bundle", "/PATH/OF/AUTHORITY.pem", table="store")
+        return fixes.set_key(path, 'ca_bundle = "/PATH/OF/AUTHORITY.pem" in [store]')
     if _is_azure(config):
         return _of_azure(config, error)
     bucket, prefix = bucket_and_prefix(config.store.url)
@@ -241,13 +241,13 @@ def _of_directory(root: Path, error: StoreError) -> str:
         return command
     number = error.__cause__.errno if isinstance(error.__cause__, OSError) else None
     if number == errno.EROFS:
-        point = disks.mount_of(root, mounts.mounted()).point
+        point = staging.mount_of(root, mounts.mounted()).point
         if point in ("/", str(root)):  # read-only in the sandbox, not on the file system
             return fixes.drop_in("store", f"ReadWritePaths={root}")
         return fixes.as_root(f"mount -o remount,rw {fixes.quoted(point)}")
     if number in (errno.ENOSPC, errno.EDQUOT):
-        return disks.make_room(root, mounts.mounted())
-    if account(DAEMON_USER) is None:
+        return staging.make_room(root, mounts.mounted())
+    if not fixes.has_daemon_user():
         return fixes.directory(root, "0700")
     owner = fixes.as_root(f"chown -R {DAEMON_USER}: {fixes.quoted(root)}")
     return fixes.then(owner, fixes.as_root(f"chmod u+rwx {fixes.quoted(root)}"), fixes.restart())

@@ -8,8 +8,10 @@ import os
 import re
 import ssl
 import subprocess
+import sys
+import tempfile
 import threading
-import tomllib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,28 +31,13 @@ from swansong_bucket.stores.azure import auth
 from swansong_bucket.stores.file.mounts import parsed
 from swansong_bucket.stores.s3.access import CREDENTIALS_HINT
 from swansong_tools.commands.main import main
-from swansong_tools.doctor import checks, cloud, daemon, fixes
-from swansong_tools.doctor.cloud import judge_environment, judge_skew, judge_spot, skew_s
+from swansong_tools.doctor import checks, cloud, daemon, fixes, host, staging
+from swansong_tools.doctor import store as of_store
+from swansong_tools.doctor.cloud import judge_skew, judge_spot, skew_s
 from swansong_tools.doctor.daemon import judge_down
-from swansong_tools.doctor.disks import dies_with_vm, mount_of
-from swansong_tools.doctor.findings import (
-    Check,
-    Judgement,
-    Level,
-    examine,
-    failure,
-    of_error,
-    ok,
-    skipped,
-)
-from swansong_tools.doctor.fixes import for_this_shell, set_key
-from swansong_tools.doctor.host import (
-    judge_accounts,
-    judge_delay,
-    judge_paths,
-    judge_unit,
-    written_directories,
-)
+from swansong_tools.doctor.findings import Check, Judgement, Level, examine, failure, ok, skipped
+from swansong_tools.doctor.fixes import for_this_shell
+from swansong_tools.doctor.host import judge_paths, written_directories
 from swansong_tools.doctor.installation import (
     DaemonAnswer,
     Installation,
@@ -61,8 +48,8 @@ from swansong_tools.doctor.installation import (
     longest_grace_s,
 )
 from swansong_tools.doctor.sandbox import failed_to_run, unit_text
-from swansong_tools.doctor.staging import Room, judge_devices, judge_parents, judge_space, newest
-from swansong_tools.doctor.store import judge_disk, judge_transport, signing_key
+from swansong_tools.doctor.staging import Room, dies_with_vm, judge_parents, judge_space, newest
+from swansong_tools.doctor.store import judge_transport, signing_key
 from swansong_tools.doctor.store_fixes import (
     of_credentials,
     of_refusal,
@@ -72,9 +59,9 @@ from swansong_tools.doctor.store_fixes import (
 from swansongd import __version__
 from swansongd.config.config import parse
 from swansongd.observe.status import DaemonStatus, HealthStatus, RefusedStatus
-from swansongd.sources.metadata import MetadataUnavailable
 
 from testkit import REPOSITORY
+from testkit.other_users import needs_root
 from testkit.status_picture import status
 
 GB = 10**9
@@ -86,6 +73,9 @@ UNIT = {
     "WatchdogUSec": "45s",
     "ReadWritePaths": "/var/lib/swansong",
 }
+
+
+CONFIG = Path("/etc/swansong/swansong.toml")
 
 
 def config(**tables: dict[str, object]):  # noqa: ANN201
@@ -101,7 +91,7 @@ def installation(
     """A VM whose daemon has this status; None: no daemon answers."""
     return Installation(
         options=options,
-        path=Path("/etc/swansong/swansong.toml"),
+        path=CONFIG,
         configured=config(**tables),
         user=daemon_account(),
         ask=ask_nothing if answer is None else lambda _: DaemonAnswer(answer, 0),
@@ -123,7 +113,7 @@ def test_a_check_that_raises_or_hangs_fails_alone() -> None:
         return ok("late")
 
     def check(name: str, ask: object, limit_s: float = 10.0) -> Check:
-        return Check("host", name, "", ask, fix=lambda _: f"fix {name}", limit_s=limit_s)  # type: ignore[arg-type]
+        return Check(name, ask, "host", fix=lambda _: f"fix {name}", limit_s=limit_s)  # type: ignore[arg-type]
 
     checks = [check("a", broken), check("b", hangs, 0.05), check("c", lambda _: ok("well"))]
     found = list(examine(installation(), checks))
@@ -139,7 +129,7 @@ def test_a_check_that_depends_on_a_failure_is_skipped() -> None:
     """One fault is one failure: direct and indirect consequences are skipped."""
 
     def check(name: str, judgement: Judgement, *needs: str) -> Check:
-        return Check("host", name, "", lambda _: judgement, needs)
+        return Check(name, lambda _: judgement, "host", needs)
 
     well = ok("well")
     found = examine(
@@ -164,7 +154,7 @@ def test_a_check_whose_condition_or_fix_fails_is_a_finding() -> None:
     def fails(_: Installation) -> Any:
         raise OSError("the record cannot be read")
 
-    check = Check("host", "a", "", fails, applies=fails, fix=fails)
+    check = Check("a", fails, "host", applies=fails, fix=fails)
     (found,) = examine(installation(), [check])
     assert (found.level, found.found, found.fix) == (
         Level.FAILURE,
@@ -180,16 +170,8 @@ def test_a_failure_may_settle() -> None:
     def probe(_: Installation) -> Judgement:
         return judged.pop(0)
 
-    (found,) = examine(installation(), [Check("host", "a", "", probe, settle_s=60.0)])
+    (found,) = examine(installation(), [Check("a", probe, "host", settle_s=60.0)])
     assert (found.level, judged) == (Level.OK, [])
-
-
-def test_a_command_in_an_error_becomes_the_fix() -> None:
-    """A command between backticks replaces the fix of the check."""
-    judged = of_error(MetadataUnavailable("too low; fix it with `raise it`"), "other")
-    assert (judged.found, judged.fix) == ("too low", "sudo raise it")
-    judged = of_error(Permanent("no", hint="Do that"), "other")
-    assert (judged.found, judged.fix) == ("no. Do that", "other")
 
 
 # ---------------------------------------------------------------- the configuration
@@ -287,9 +269,10 @@ def test_cloud(configured: str, detected: str, *, emulated: bool, level: str) ->
         (["GCE_METADATA_HOST", "no_proxy"], "warning"),
     ],
 )
-def test_environment(names: list[str], level: str) -> None:
+def test_environment(monkeypatch: pytest.MonkeyPatch, names: list[str], level: str) -> None:
     """A proxy without NO_PROXY is a warning, another metadata service always."""
-    assert judge_environment(names, "x").level == level
+    monkeypatch.setattr(os, "environ", dict.fromkeys(names, "x"))
+    assert cloud.environment(installation()).level == level
 
 
 @pytest.mark.parametrize(
@@ -366,37 +349,30 @@ def test_size_of_the_newest_set_follows_no_link(tmp_path: Path) -> None:
         os.close(tmp_fd)
 
 
-def test_devices() -> None:
-    """A run directory that is a separate mount breaks renames."""
-    levels = [judge_devices(Path("/s"), Path("/s/r"), 1, n).level.value for n in (None, 1, 2)]
-    assert levels == ["ok", "ok", "failure"]
-
-
-def test_file_system_is_that_of_the_deepest_mount() -> None:
-    """From /proc/self/mountinfo; a mount hides an earlier one at the same point."""
-    known = parsed(
-        "1 0 8:1 / / rw - ext4 /dev/sda rw\n"
-        "2 1 0:5 / /mnt rw - xfs /dev/nvme rw\n"
-        "3 1 0:6 / /mnt rw - tmpfs none rw\n"
-    )
-    assert mount_of(Path("/mnt/s"), known).kind == "tmpfs"
-    assert mount_of(Path("/mntx"), known).kind == "ext4"
+@pytest.mark.parametrize(("run", "level"), [("proc", "failure"), ("nosuch", "ok"), ("usr", "ok")])
+def test_a_run_that_is_a_mount_of_its_own(run: str, level: str) -> None:
+    """Sealed sets could not be renamed."""
+    vm = installation(run={"name": run}, staging={"path": "/"})
+    assert staging.file_system(vm).level == level
 
 
 @pytest.mark.parametrize(
     ("delay_s", "shutdown_s", "level"),
     [(5.0, None, "warning"), (24.0, 30.0, "ok"), (60.0, 30.0, "warning"), (60.0, None, "ok")],
 )
-def test_logind_delay(delay_s: float, shutdown_s: float | None, level: str) -> None:
+def test_logind_delay(
+    monkeypatch: pytest.MonkeyPatch, delay_s: float, shutdown_s: float | None, level: str
+) -> None:
     """The delay must cover a flush and end before the cloud cuts the power."""
-    assert judge_delay(delay_s, wanted_s=20.0, shutdown_s=shutdown_s).level == level
+    monkeypatch.setattr(host, "read_inhibit_delay_max_s", lambda: delay_s)
+    monkeypatch.setattr(host, "SHUTDOWN_S", {"none": shutdown_s})
+    assert host.logind_delay(installation(sources={"cloud": "none"})).level == level
 
 
 @pytest.mark.parametrize(
     ("change", "level"),
     [
         ({}, "ok"),
-        ({"LoadState": "not-found"}, "failure"),
         ({"TimeoutStopUSec": "1min 30s"}, "failure"),
         ({"TimeoutStopUSec": "infinity"}, "ok"),
         ({"NRestarts": "7"}, "warning"),
@@ -406,9 +382,10 @@ def test_logind_delay(delay_s: float, shutdown_s: float | None, level: str) -> N
         ({"Type": "simple"}, "warning"),
     ],
 )
-def test_unit(change: dict[str, str], level: str) -> None:
+def test_unit(monkeypatch: pytest.MonkeyPatch, change: dict[str, str], level: str) -> None:
     """systemd must give the daemon enough time to stop, wait until it is ready, and watch it."""
-    assert judge_unit({**UNIT, **change}, stop_s=123.0).level == level
+    monkeypatch.setattr(host, "of_unit", lambda: {**UNIT, **change})
+    assert host.unit(installation(sources={"cloud": "aws"})).level == level
 
 
 @pytest.mark.parametrize(
@@ -466,11 +443,11 @@ def test_only_root_and_the_daemon_can_replace_staging(
     assert judged.level == level
 
 
-def test_accounts() -> None:
+def test_accounts(monkeypatch: pytest.MonkeyPatch) -> None:
     """One finding names everything that is missing."""
-    assert judge_accounts(user=True, group=True).level is Level.OK
-    missing = judge_accounts(user=False, group=False)
-    assert missing.found == "user swansong and group swansong-trainers do not exist"
+    monkeypatch.setattr(host, "DAEMON_USER", "nosuchuser")
+    monkeypatch.setattr(host, "TRAINER_GROUP", "nosuchgroup")
+    assert host.users(installation()).found == "user nosuchuser and group nosuchgroup do not exist"
 
 
 def test_grace_periods_of_the_clouds() -> None:
@@ -485,7 +462,7 @@ def test_grace_periods_of_the_clouds() -> None:
 
 
 def refused_by(store: dict[str, object], error: StoreError) -> str:
-    return of_refusal(config(store=store), Path("/etc/swansong/swansong.toml"), error)
+    return of_refusal(config(store=store), CONFIG, error)
 
 
 def test_each_refusal_of_a_store_has_its_command() -> None:
@@ -548,15 +525,11 @@ def test_fixes_for_a_compatible_store_name_no_cloud(monkeypatch: pytest.MonkeyPa
     assert refused_by(of_aws, Permanent("")).startswith("aws iam ")
 
 
-def test_an_untrusted_certificate_is_fixed_by_ca_bundle(tmp_path: Path) -> None:
-    """The fix sets the key of the configuration for all stores."""
-    path = tmp_path / "swansong.toml"
-    path.write_text('[store] # ours\nurl = "s3://b/x"\n')
-    try:
-        raise Permanent("untrusted") from ssl.SSLCertVerificationError()
-    except Permanent as error:
-        fix = of_refusal(config(), path, error)
-    assert 'ca_bundle = "/PATH/OF/AUTHORITY.pem"' in fix
+def test_an_untrusted_certificate_is_fixed_by_ca_bundle() -> None:
+    """The fix names the key of the configuration for all stores."""
+    error = Permanent("untrusted")
+    error.__cause__ = ssl.SSLCertVerificationError()
+    assert 'ca_bundle = "/PATH/OF/AUTHORITY.pem"' in refused_by({"url": "s3://bucket/x"}, error)
 
 
 def test_the_request_by_hand_uses_the_certificates_of_the_daemon(
@@ -593,6 +566,7 @@ def test_running_and_installed_version() -> None:
 MOUNTS = r"""
 1 0 259:2 / / rw - ext4 /dev/nvme0n1p2 rw
 2 1 259:1 / /boot/efi rw - vfat /dev/nvme0n1p1 rw
+3 1 0:44 / /mnt/data rw - tmpfs none rw
 3 1 259:9 / /mnt/data rw - xfs /dev/nvme1n1 rw
 4 1 259:9 / /mnt/local rw - xfs /dev/nvme2n1 rw
 5 1 0:40 / /mnt/nfs rw - nfs4 server:/export rw
@@ -650,20 +624,19 @@ def test_a_store_that_is_lost_with_the_vm(disks: Path, path: str, reason: str) -
     assert dies_with_vm(Path(path), parsed(MOUNTS), disks)[0] == reason
 
 
-def test_a_store_that_is_lost_with_the_vm_is_a_failure_except_for_a_trial(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("reason", "trial", "level"),
+    [("in memory", False, "failure"), ("in memory", True, "warning"), ("", False, "ok")],
+)
+def test_a_trial_accepts_a_store_that_is_lost_with_the_vm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reason: str, level: str, *, trial: bool
+) -> None:
     """The finding names the device and the option for a trial."""
-    path = tmp_path / "swansong.toml"
-    path.write_text('[store]\nurl = "file:///x"\n')
-
-    def judged(reason: str, *, trial: bool) -> Judgement:
-        return judge_disk(Path("/x"), reason, "ext4 on /dev/sda1", trial=trial, path=path)
-
-    failed = judged("it is on the boot disk sda", trial=False)
-    assert failed.level == "failure"
-    assert "/dev/sda1" in failed.found
-    assert "swansong doctor --trial" in failed.found
-    assert judged("it is on the boot disk sda", trial=True).level == "warning"
-    assert judged("", trial=False).level == "ok"
+    monkeypatch.setattr(staging, "dies_with_vm", lambda *_: (reason, "on /dev/a1"))
+    vm = installation(options=Options(trial=trial), store={"url": tmp_path.as_uri()})
+    judged = of_store.StoreProbe(vm).disk()
+    assert (judged.level, "/dev/a1" in judged.found) == (level, True)
+    assert ("swansong doctor --trial" in judged.found) == (level == "failure")
 
 
 # ---------------------------------------------------------------- the daemon
@@ -699,11 +672,61 @@ def test_a_trainer_that_does_not_catch_the_signal(tmp_path: Path) -> None:
     assert "has no handler for SIGUSR1" in judged.found
 
 
+def writable_for_all(path: Path, pid: int) -> None:
+    path.write_text(str(pid))
+    path.chmod(0o666)
+
+
+def of_another_user(path: Path, pid: int) -> None:
+    path.write_text(str(pid))
+    os.chown(path, 4_000_000, -1)
+
+
+def stale(path: Path, _pid: int) -> None:
+    path.write_text("4194303")
+
+
+HANDLES = """
+import signal
+signal.signal(signal.SIGUSR1, lambda *_: None)
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.fault("S11")
+@pytest.mark.parametrize(
+    "breaks",
+    [
+        writable_for_all,
+        pytest.param(of_another_user, marks=needs_root),
+        stale,
+    ],
+)
+def test_a_fix_of_the_pid_file_works_as_printed(
+    tmp_path: Path, breaks: Callable[[Path, int], None]
+) -> None:
+    """Afterwards the pid file is right, or gone until the training script writes it again."""
+    path = tmp_path / "trainer's.pid"
+    vm = installation(trainer={"signal": "SIGUSR1", "pid_file": str(path)})
+    with subprocess.Popen([sys.executable, "-c", HANDLES], stdout=subprocess.PIPE) as trainer:
+        assert trainer.stdout is not None
+        try:
+            trainer.stdout.readline()
+            breaks(path, trainer.pid)
+            judged = daemon.signal(vm)
+            assert judged.level == "failure"
+            subprocess.run(judged.fix.removeprefix("sudo "), shell=True, check=True)
+            after = daemon.signal(vm)
+        finally:
+            trainer.kill()
+    assert after.level == ("ok" if path.exists() else "warning"), after.found
+
+
 @pytest.mark.parametrize(
     ("facts", "found", "fix"),
     [
         ({"Result": "oom-kill", "MemoryMax": "1000"}, "out of memory", "MemoryMax=infinity"),
-        ({"LoadState": "masked"}, "masked", "unmask"),
         (
             {
                 "Result": "exit-code",
@@ -802,6 +825,24 @@ def test_checks_that_run_out_of_memory_name_the_cause() -> None:
     assert "status 226" in failed_to_run({"Result": "exit-code", "ExecMainStatus": "226"}, "").found
 
 
+def test_without_a_temporary_directory_the_other_checks_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A read-only root is a finding with a fix, and the checks of daemon and trainers follow."""
+    (tmp_path / "staging").mkdir()
+    path = tmp_path / "swansong.toml"
+    path.write_text(
+        f'[run]\nname = "r"\n[staging]\npath = "{tmp_path}/staging"\n'
+        f'[store]\nurl = "file://{tmp_path}/store"\n[sources]\ncloud = "none"\n'
+    )
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    found = {each.name: each for each in checks.check(path, ask_nothing, Options())}
+    assert found["as the daemon"].level == "failure"
+    assert "missing" in found["as the daemon"].found
+    assert found["as the daemon"].fix == "# set TMPDIR to a writable directory"
+    assert "daemon" in found
+
+
 @pytest.mark.parametrize(
     ("fix", "for_root"),
     [
@@ -834,7 +875,6 @@ def test_the_unit_is_the_one_that_starts_a_daemon_with_this_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks and fixes of the second job are for its unit; an unknown configuration has the first one."""
-    monkeypatch.setattr(fixes, "_chosen", fixes._FIRST)
     monkeypatch.setattr(fixes, "BOOTED", tmp_path)
     first = (REPOSITORY / "systemd/swansongd.service").read_text()
     own = first.replace("/%i/swansong.toml", "/own.toml")
@@ -858,41 +898,25 @@ def test_the_unit_is_the_one_that_starts_a_daemon_with_this_configuration(
         assert fixes.log("-f") == f"journalctl -u {unit} -f -o cat"
 
 
-def test_a_key_is_set_by_a_command_only_if_one_line_contains_it(tmp_path: Path) -> None:
-    """If the command could change another line, the fix opens the editor."""
+def test_a_daemon_of_swansong_run_has_no_unit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Doctor neither misses nor restarts the unit of another daemon, also on a machine with systemd."""
+    monkeypatch.setattr(fixes, "BOOTED", tmp_path)
+    monkeypatch.setattr(host, "BOOTED", tmp_path)
+    monkeypatch.setattr(fixes, "_FIRST", tmp_path / "swansongd.service")
+    (tmp_path / "swansongd.service").touch()
+    (tmp_path / "staging").mkdir()
     path = tmp_path / "swansong.toml"
-    path.write_text('[sources]\ncloud = "aws"\n')
-    assert set_key(path, "cloud", "auto").startswith("sudo sed -i ")
-    path.write_text('[sources]\ncloud = "aws"\n[x]\ncloud = "aws"\n')
-    assert set_key(path, "cloud", "auto").startswith("sudoedit ")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '[run]\nname = "r"\n[store] # ours\nurl = "s3://b"\n[log]\n',
-        '[store]\naddressing = "auto"\nurl = "s3://b"\n# addressing = "x"\n',
-    ],
-)
-def test_the_command_that_sets_a_key_sets_it(tmp_path: Path, text: str) -> None:
-    """The command changes the key, or adds it to its table, and nothing else."""
-    path = tmp_path / "swansong.toml"
-    path.write_text(text)
-    before = tomllib.loads(text)
-    command = set_key(path, "addressing", "path", table="store").partition(" && ")[0]
-    subprocess.run(["sh", "-c", command.removeprefix("sudo ")], check=True)
-    before["store"]["addressing"] = "path"
-    assert tomllib.loads(path.read_text()) == before
-
-
-@pytest.mark.parametrize(
-    "text", ["[store.x]\n", "[store]\naddressing = 'auto'\n", 'store = { url = "s3://b" }\n', ""]
-)
-def test_unusual_toml_opens_the_editor(tmp_path: Path, text: str) -> None:
-    """Other spellings of TOML are left to the operator."""
-    path = tmp_path / "swansong.toml"
-    path.write_text(text)
-    assert set_key(path, "addressing", "path", table="store").startswith("sudoedit ")
+    path.write_text(
+        f'{fixes.WRITTEN_BY_RUN}\n[run]\nname = "r"\n[staging]\npath = "{tmp_path}/staging"\n'
+        f'[store]\nurl = "file://{tmp_path}/store"\n[sources]\ncloud = "none"\n'
+        f'[trainer]\nsocket = "{tmp_path}/trainer.sock"\n'
+    )
+    found = {each.name: each for each in checks.check(path, ask_nothing, Options())}
+    assert not {"unit", "unit file", "users", "sandbox"} & found.keys()
+    assert not [each for each in found.values() if "systemctl" in each.fix]
+    assert found["daemon"].fix.startswith("# run the swansong run of this job again")
 
 
 @pytest.mark.parametrize(

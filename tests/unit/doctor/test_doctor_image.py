@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import pwd
+import shutil
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
-from swansong_tools.doctor import checks
+from swansong_tools.doctor import host
 from swansong_tools.doctor.findings import Finding, Level, examine
-from swansong_tools.doctor.host import judge_drop_in, judge_syntax
 from swansong_tools.doctor.installation import Installation, own_account
 from swansongd.config.config import Config, parse
+
+from tests.unit.doctor.test_doctor import installation
 
 HOME = pwd.getpwuid(0).pw_dir.lstrip("/")
 UNIT = "usr/lib/systemd/system/swansongd.service"
@@ -46,7 +49,7 @@ def write(path: Path, text: str) -> None:
 def findings(root: Path, configured: Config | None) -> dict[str, Finding]:
     path = Path("/etc/swansong/swansong.toml")
     vm = Installation(path=path, configured=configured, user=own_account(), root=root)
-    return {found.name: found for found in examine(vm, checks.IMAGE)}
+    return {found.name: found for found in examine(vm, host.IMAGE)}
 
 
 def levels(root: Path, staging: str = STAGING) -> dict[str, Level]:
@@ -125,15 +128,16 @@ def test_without_a_configuration_the_other_checks_run(root: Path) -> None:
         ("", Level.WARNING),
     ],
 )
-def test_the_last_drop_in_sets_the_delay(text: str, level: Level) -> None:
+def test_the_last_drop_in_sets_the_delay(
+    monkeypatch: pytest.MonkeyPatch, root: Path, text: str, level: Level
+) -> None:
     """The last assignment wins; comments are ignored."""
-    ours = "/etc/systemd/logind.conf.d/zz-swansong.conf"
-    other = "/usr/lib/systemd/logind.conf.d/zzz.conf"
-    assert judge_drop_in(text.format(ours=ours, other=other)).level is level
-
-
-def verdict_of(stderr: str) -> Level:
-    return judge_syntax(stderr, units=2).level
+    ours = root / "zz-swansong.conf"
+    ours.touch()
+    monkeypatch.setattr(host, "_OVERRIDE", ours)
+    shown = text.format(ours=ours, other=root / "zzz.conf")
+    monkeypatch.setattr(host, "_analyzed", lambda *_: CompletedProcess([], 0, shown, ""))
+    assert host.logind_drop_in(installation()).level is level
 
 
 @pytest.mark.parametrize(
@@ -145,6 +149,8 @@ def verdict_of(stderr: str) -> Level:
         ("swansongd.service: Command /opt/x is not executable", Level.FAILURE),
     ],
 )
-def test_only_our_units_count(stderr: str, level: Level) -> None:
+def test_only_our_units_count(monkeypatch: pytest.MonkeyPatch, stderr: str, level: Level) -> None:
     """Errors in units of other packages are ignored."""
-    assert verdict_of(stderr) is level
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setattr(host, "_analyzed", lambda *_: CompletedProcess([], 0, "", stderr))
+    assert host.unit_syntax(installation()).level is level

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 from swansong_bucket.errors import Permanent
-from swansong_tools.doctor import checks
 from swansong_tools.doctor import store as of_store
 from swansong_tools.doctor.findings import Finding, examine
 
@@ -22,7 +21,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
 
 def findings(mirror: str | None) -> list[Finding]:
     vm = installation(mirror={} if mirror is None else {"url": mirror})
-    return list(examine(vm, [each for each in checks.STORE if each.name == "mirror"]))
+    return list(examine(vm, [each for each in of_store.CHECKS if each.name == "mirror"]))
 
 
 def checked() -> Finding:

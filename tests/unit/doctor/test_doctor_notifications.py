@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swansong_tools.doctor import checks
+from swansong_tools.doctor import reporting
 from swansong_tools.doctor.findings import Finding, examine
 from swansong_tools.doctor.installation import Options
 
@@ -19,7 +19,7 @@ from tests.unit.doctor.test_doctor import installation
 
 def findings(*, send: bool = False, **settings: Any) -> dict[str, Finding]:
     vm = installation(options=Options(send_notification=send), notify=settings)
-    return {finding.name: finding for finding in examine(vm, checks.REPORTS)}
+    return {finding.name: finding for finding in examine(vm, reporting.AS_DAEMON)}
 
 
 def test_without_notifications_there_are_no_checks() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from swansong_bucket.errors import NotFound, Permanent
 from swansong_bucket.stores.base import ObjectInfo, Page, Sink
-from swansong_tools.doctor import checks, rehearsal
+from swansong_tools.doctor import rehearsal
 from swansong_tools.doctor import store as of_store
 from swansong_tools.doctor.findings import Finding, examine
 from swansong_tools.doctor.installation import Installation, Options, own_account
@@ -90,7 +90,7 @@ def rehearsed(config: Config, *, speed: bool = False) -> dict[str, Finding]:
     options = Options(trial=True, speed=speed)
     vm = Installation(path=Path("/c"), configured=config, user=own_account(), options=options)
     with contextlib.closing(vm.shared(of_store.StoreProbe)):
-        found = {finding.name: finding for finding in examine(vm, checks.STORE)}
+        found = {finding.name: finding for finding in examine(vm, of_store.CHECKS)}
     return {name: found[name] for name in (*STEPS, *(["speed"] if speed else []))}
 
 
