@@ -207,6 +207,14 @@ def test_no_credentials(staging: Path, bucket: Bucket, monkeypatch: pytest.Monke
     assert names(findings, "skipped") >= set(asked)
 
 
+@pytest.mark.fault("O14")
+def test_store_that_ignores_preconditions(staging: Path, bucket: Bucket) -> None:
+    """A second create that succeeds is a failure: two VMs could overwrite each other's commits."""
+    bucket.order("preconditions", honour=0)
+    finding = only_failure(examined(staging, bucket.store), "create-if-absent")
+    assert "ignores create-if-absent" in finding["found"]
+
+
 def test_a_silent_store_is_bounded_and_isolated(
     staging: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,17 @@ from swansong_bucket.errors import ConfigError
 from swansongd.config.config import Config, load
 from swansongd.observe import log
 
-from swansong_tools.doctor import cloud, daemon, fixes, host, reporting, sandbox, staging, store
+from swansong_tools.doctor import (
+    cloud,
+    daemon,
+    engines,
+    fixes,
+    host,
+    reporting,
+    sandbox,
+    staging,
+    store,
+)
 from swansong_tools.doctor.findings import (
     Checklist,
     Examination,
@@ -61,7 +71,7 @@ AS_DAEMON = (
 """Checks that must run as the daemon: another user could create files that the daemon cannot change."""
 PREREQUISITES = ("users", "permissions", "sandbox")
 """Checks that must succeed before anything can run as the daemon."""
-DAEMON = (*daemon.CHECKS, *reporting.METRICS)
+DAEMON = (*daemon.CHECKS, *reporting.METRICS, *engines.CHECKS)
 ALL = (
     *CONFIGURATION,
     *cloud.CONFIGURATION,

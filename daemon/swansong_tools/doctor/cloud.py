@@ -72,6 +72,10 @@ Judge = Callable[[int, str], Judgement]
 
 
 def _metadata_fix(vm: Installation) -> str:
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        return (
+            "# in the template of the pod, set hostNetwork: true; see docs/trainers/kubernetes.md"
+        )
     return _FIX[vm.cloud]
 
 
@@ -126,7 +130,7 @@ def environment(vm: Installation) -> Judgement:
     return warning(
         f"the environment of {whose} sets {', '.join(harmful)}: SDKs may send metadata requests and "
         "credentials there",
-        fixes.drop_in("environment", *lines) if BOOTED.is_dir() else f"unset {' '.join(harmful)}",
+        (BOOTED.is_dir() and fixes.drop_in("environment", *lines)) or f"unset {' '.join(harmful)}",
     )
 
 
@@ -264,7 +268,7 @@ def judge_preemptible(status: int, text: str) -> Judgement:
 
 def judge_preempted(status: int, text: str) -> Judgement:
     if status == 404:
-        return warning("404: a preemption of this VM would not be detected", _FIX["gcp"])
+        return warning("404: a preemption of this VM would not be detected", "")
     if text.upper() == "TRUE":
         return warning("TRUE: this VM is being preempted", "swansong status")
     if text.upper() != "FALSE":

@@ -220,7 +220,7 @@ def _bounded(check: Check, vm: Installation) -> Judgement:
             judgement = of_error(error, "")
         except Exception as error:
             judgement = failure(f"the check crashed: {type(error).__name__}: {error}", "")
-        if judgement.level is Level.FAILURE and not judgement.fix:
+        if judgement.level in (Level.FAILURE, Level.WARNING) and not judgement.fix:
             judgement = judgement._replace(fix=_fix(check, vm))
         judgements.put(judgement)
 

@@ -276,7 +276,7 @@ def _identity(vm: Installation) -> tuple[Account, Mapping[str, str], str]:
         answer = vm.answer()
         pid, uid = answer.status.pid, answer.uid
         gid, *groups = peers.groups_of(pid)
-        content = Path(f"/proc/{pid}/environ").read_bytes()
+        started = peers.environment_of(pid)
         # The kernel reports the user of the socket; the process named its id itself.
         is_daemon = peers.uids_of(pid) == {uid} and uid in trusted
     except (Unreachable, OSError):
@@ -285,11 +285,7 @@ def _identity(vm: Installation) -> tuple[Account, Mapping[str, str], str]:
         whose = "this command (the daemon's environment cannot be read)"
         return vm.user, os.environ, whose
     # Variables of the dynamic loader could run foreign code as this user.
-    environ = {
-        os.fsdecode(name): os.fsdecode(value)
-        for name, _, value in (item.partition(b"=") for item in content.split(b"\0"))
-        if name and not name.startswith(b"LD_")
-    }
+    environ = {name: value for name, value in started.items() if not name.startswith("LD_")}
     found = Account(f"user id {uid}", uid, gid, tuple(groups))
     return found, environ, f"the daemon (process {pid})"
 

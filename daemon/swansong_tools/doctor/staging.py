@@ -85,9 +85,8 @@ def rights(vm: Installation) -> Judgement:
         f"{facts.st_mode & 0o7777:o})"
     )
     if facts.st_uid == daemon.uid and os.statvfs(where).f_flag & os.ST_RDONLY:
-        return failure(
-            f"{found}: mounted read-only", fixes.drop_in("staging", f"ReadWritePaths={path}")
-        )
+        allow = fixes.drop_in("staging", f"ReadWritePaths={path}")
+        return failure(f"{found}: mounted read-only", allow or f"# mount {path} for writing")
     owner = f"{DAEMON_USER}:{TRAINER_GROUP}" if fixes.has_daemon_user() else daemon.name
     return failure(
         found,

@@ -11,6 +11,7 @@ import os
 import select
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 from swansongd.util import unix
 
@@ -132,6 +133,17 @@ def command_line(pid: int) -> list[str]:
     """
     with open(f"/proc/{pid}/cmdline", "rb") as file:
         return [os.fsdecode(part) for part in file.read(65536).split(b"\0") if part]
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """The environment that the process was started with.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    content = Path(f"/proc/{pid}/environ").read_bytes()
+    pairs = (item.partition(b"=") for item in content.split(b"\0"))
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs if name}
 
 
 def _status_field(pid: int, name: bytes) -> bytes:
