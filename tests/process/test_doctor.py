@@ -276,7 +276,7 @@ def test_a_good_installation_on_aws_has_no_failure(vm: Vm, bucket: Bucket) -> No
         "configuration", "cloud", "environment", "IMDS token", "instance-life-cycle", "spot notice",
         "rebalance", "Auto Scaling", "scheduled events", "event history", "clock (metadata)",
         "credentials", "bucket", "write", "create-if-absent", "upload", "commit",
-        "read back", "delete", "clock (store)", "staging", "staging rights", "staging parents", "file system",
+        "read back", "delete", "clock (store)", "staging", "staging rights", "staging parents",
         "free space", "disk speed", "socket directory", "daemon", "version", "trainer users", "socket",
         "object lock", "lifecycle rule",
     }  # fmt: skip

@@ -136,20 +136,6 @@ def judge_parents(facts: Mapping[Path, tuple[int, int]], daemon_uid: int) -> Jud
     return ok(f"only root and the daemon can write to {staging} and the directories above it")
 
 
-@CHECKS.add("file system", needs=("staging",))
-def file_system(vm: Installation) -> Judgement:
-    """The run and staging are on one file system."""
-    path, run = vm.staging, vm.run
-    if not os.path.exists(run):  # pathlib would raise if this user may not look
-        return ok(f"{run} does not exist yet: the daemon creates it in {path}")
-    if run.stat().st_dev != path.stat().st_dev:
-        return failure(
-            f"{run} is not on the file system of {path}: sealed sets could not be renamed",
-            fixes.as_root(f"umount {fixes.quoted(run)}"),
-        )
-    return ok(f"{run} is on the same file system as {path}")
-
-
 @CHECKS.add("free space", needs=("staging",))
 def space(vm: Installation) -> Judgement:
     """Staging has room for two checkpoints."""

@@ -28,7 +28,7 @@ from swansong_bucket.stores.opening import open_mirror, open_store
 from swansong_bucket.stores.s3.settings import S3Settings
 from swansong_bucket.stores.s3.store import S3Store
 from swansong_bucket.util.threads import parallel
-from swansongd.config.config import Config
+from swansongd.config.config import Config, directory_of
 from swansongd.config.notify import is_encrypted_or_local
 from swansongd.flush.claim_record import expect_recorded_store
 from swansongd.staging.scan import OWN_DIRECTORY
@@ -65,7 +65,7 @@ def is_remote(vm: Installation) -> bool:
 
 
 def is_directory(vm: Installation) -> bool:
-    return vm.config.store.url.startswith("file://")
+    return directory_of(vm.config.store.url) is not None
 
 
 CHECKS = Checklist(family="store", fix=lambda vm: store_fixes.request_by_hand(vm.config))
@@ -123,6 +123,8 @@ class StoreProbe:
         """None if the configuration names no usable store."""
         self._vm = vm
         self._edit = fixes.edit(vm.path)
+        self._root = directory_of(vm.config.store.url) or Path()
+        """The directory of a ``file://`` store."""
         self._keys = RunKeys(vm.config.run.name)
         self._honours_if_absent = False
         self._clock_fix = ""
@@ -201,7 +203,7 @@ class StoreProbe:
     @_check("store disk", applies=is_directory)
     def disk(self) -> Judgement:
         """The directory of the store outlives the VM."""
-        root = store_fixes.directory_of(self.config)
+        root = self._root
         reason, where = staging.dies_with_vm(root, mounts.mounted())
         if not reason:
             return ok(f"{root} is {where}")
@@ -218,7 +220,7 @@ class StoreProbe:
     @_check("bucket", needs=("credentials",))
     def reach(self) -> Judgement:
         """The store can be listed, over TLS."""
-        root = store_fixes.directory_of(self.config)
+        root = self._root
         if is_directory(self._vm) and not root.is_dir():
             _check_access(root)
             return failure(
@@ -232,8 +234,8 @@ class StoreProbe:
     @_check("store space", needs=("bucket",), applies=is_directory)
     def space(self) -> Judgement:
         """The store has room for two checkpoints."""
-        root = store_fixes.directory_of(self.config)
-        return staging.judge_space(root, staging.free(root), staging.newest(self._vm.run))
+        free = staging.free(self._root)
+        return staging.judge_space(self._root, free, staging.newest(self._vm.run))
 
     # ------------------------------------------------------------ the rehearsal
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from swansong_bucket.errors import Forbidden, NotFound, StoreError, Transient
 from swansong_bucket.stores.azure import auth
@@ -22,7 +22,7 @@ from swansong_bucket.stores.base import (
 )
 from swansong_bucket.stores.file import mounts
 from swansong_bucket.stores.s3.access import CREDENTIALS_HINT, Unsupported
-from swansongd.config.config import Config
+from swansongd.config.config import Config, directory_of
 
 from swansong_tools.doctor import fixes, staging
 from swansong_tools.doctor.installation import DAEMON_USER, exists
@@ -43,11 +43,6 @@ _PROVIDERS = {
     "gs": (".googleapis.com",),
     "az": (".core.windows.net", ".core.usgovcloudapi.net", ".core.chinacloudapi.cn"),
 }
-
-
-def directory_of(config: Config) -> Path:
-    """The directory of a ``file://`` store."""
-    return Path(os.path.normpath(unquote(urlsplit(config.store.url).path)))
 
 
 def address(config: Config) -> str:
@@ -83,8 +78,8 @@ def of_refusal(config: Config, path: Path, error: StoreError, operator_file: str
         path: configuration file.
         operator_file: see :func:`of_credentials`.
     """
-    if config.store.url.startswith("file://"):
-        return _of_directory(directory_of(config), error)
+    if root := directory_of(config.store.url):
+        return _of_directory(root, error)
     if is_certificate_problem(error):
         return fixes.set_key(path, 'ca_bundle = "/PATH/OF/AUTHORITY.pem" in [store]')
     if _is_azure(config):
