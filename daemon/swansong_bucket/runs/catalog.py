@@ -433,9 +433,14 @@ def claimed(store: ObjectStore, keys: RunKeys, *, since: int = 0) -> list[int]:
 def claim_of(store: ObjectStore, keys: RunKeys, generation: int) -> ClaimObject | None:
     """The claim of a generation; None if it is missing, of another run, or damaged.
 
+    Args:
+        generation: may be the one after the last number of the format, which no claim has.
+
     Raises:
         StoreError: a request to the store failed.
     """
+    if generation > GENERATION_MAX:
+        return None
     with suppress(CorruptError):
         place = keys.run, generation
         return own_record(store, keys.generation(generation), place, claims.decode)

@@ -23,6 +23,7 @@ from swansong import openat
 
 from swansong_bucket.errors import ConfigError, CorruptError
 from swansong_bucket.format.keys import SIGNED, UNSIGNED, is_below_data, is_record
+from swansong_bucket.runs.catalog import is_folder
 from swansong_bucket.stores.base import ObjectInfo, ObjectStore, Page
 from swansong_bucket.stores.wrappers.forwarding import Forwarding
 
@@ -117,7 +118,7 @@ class SignedStore(Forwarding):
 
     def _shown(self, info: ObjectInfo) -> ObjectInfo:
         """The object as callers see it."""
-        if is_below_data(info.key) or info.key.endswith("/"):
+        if is_below_data(info.key) or is_folder(info):
             return info
         match = SIGNED.fullmatch(info.key)
         if match is not None:

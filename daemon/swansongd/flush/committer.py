@@ -68,7 +68,7 @@ class Committer:
         keys: of the run.
         post: receives the outcomes.
         claimant: claims generations for this boot.
-        known: is informed of commits, and of the chunks of an earlier VM's newest commit.
+        known: is informed of commits.
         wall: wall clock in UTC, as text; for people.
         health: is informed of every success and failure.
         committed: takes each manifest that was committed.
@@ -310,7 +310,7 @@ class Committer:
         if newest is not None and newest != self._read:
             self._read = newest
             self._known.superseded(newest)
-            self._reads.append(partial(self._seed, newest))
+            self._reads.append(partial(self._read_newest_commit, newest))
 
     def _check_fence(self) -> None:
         claim = self._claimant.newest
@@ -325,10 +325,12 @@ class Committer:
 
     # ------------------------------------------------------------------ earlier commits
 
-    def _seed(self, newest: CommitRef) -> None:
-        """Note the stored shards of an earlier VM, to send them no second time.  Skipped when expedited.
+    def _read_newest_commit(self, newest: CommitRef) -> None:
+        """Post the age and the pace of the newest commit.  Skipped when expedited.
 
         Reads one manifest: if each VM read all of them, the requests would grow with the square of the VMs.
+        A manifest does not make its chunks known: another writer may have planted it together with an object
+        that has other bytes than its name says.  Only a download checks the bytes.
         """
         if self._is_expedited.is_set():
             return
@@ -336,8 +338,6 @@ class Committer:
             for found in catalog.list_commits(self._store, self._keys, newest):
                 if found.is_complete:
                     first = catalog.load_node(self._store, self._keys, found, 0)
-                    if found.nodes == 1:  # else the download notes the shards of this VM's ranks
-                        self._known.seed(newest, first.shards)
                     self._date(newest, first.created)
                     if first.pace:
                         self._post(PaceRead(first.pace))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chunks that a set may name instead of sending them.
 
-- Those of the newest commit, by digest.  Prune may delete the chunks of an older commit at any time.
+- Those of the newest commit, by digest, if this VM has made it or fetched it.  Prune may delete the chunks of
+  an older commit at any time.
 - Those that this VM has created and no commit names yet: of a set that was interrupted, of one that is still
   written, and of an earlier life of the daemon.  After a restart each of them counts only once the store has
   confirmed its size and its age.
@@ -237,7 +238,11 @@ class KnownChunks:
                 self._rewrite()
 
     def seed(self, ref: CommitRef, shards: Sequence[StoredShard]) -> None:
-        """Note the chunks of the newest commit, made by another VM or life, unless a newer one is known."""
+        """Note the chunks of the newest commit, made by another VM or life, unless a newer one is known.
+
+        Args:
+            shards: their bytes were read from the store, and match the names of the chunks.
+        """
         self.superseded(ref)
         with self._lock:
             if self._newest == ref and not self._named:

@@ -12,7 +12,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
@@ -56,17 +56,21 @@ def walk(
     try:
         walking = _Walk(os.fstat(directory_fd).st_dev, allowed_uids)
         walking.enter(directory_fd, "", passing_over=passing_over)
-        space = os.fstatvfs(directory_fd)
+        _check_space(directory_fd, walking.files)
     except OSError as error:
         raise StagingError(f"changed during the walk, or cannot be read: {error}") from error
-    files = walking.files
+    return tuple(sorted(walking.files, key=lambda file: file.path))
+
+
+def _check_space(directory_fd: int, files: Sequence[StagedFile]) -> None:
+    """Refuse files that are larger together than their file system: they would take days to send."""
+    space = os.fstatvfs(directory_fd)
     size_bytes = sum(file.size_bytes for file in files)
     holds_bytes = space.f_blocks * space.f_frsize
     if size_bytes > holds_bytes > 0:
         raise StagingError(
             f"has {size_bytes} bytes on a file system of {holds_bytes} bytes: its files are sparse"
         )
-    return tuple(sorted(files, key=lambda file: file.path))
 
 
 class _Walk:
@@ -133,7 +137,9 @@ def listing(
                 return walk(set_fd, allowed_uids, passing_over=passing_over)
             facts = os.stat(directory, dir_fd=set_fd, follow_symlinks=False)
             _check(directory, facts, os.fstat(set_fd).st_dev, allowed_uids)
-            return (_staged(directory, facts),)
+            files = (_staged(directory, facts),)
+            _check_space(set_fd, files)
+            return files
     except OSError as error:
         raise StagingError(f"cannot be read: {error.strerror}") from error
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from swansong import bounds
 from swansong_bucket.errors import CorruptError
 from swansong_bucket.format import claim, manifest, wall
 from swansong_bucket.format.claim import ClaimObject
@@ -401,6 +402,13 @@ def test_a_malformed_history_raises_nothing(store: FileStore, tmp_path: Path) ->
     put_claim(store, 28, "2030-01-01T00:00:00Z")
     farewell(store, 28, "LOST", "2029-01-01T00:00:00Z")
     assert catalog.history(store, KEYS, 30) == History(0.0, catalog.HISTORY_MAX)
+
+
+@pytest.mark.fault("S25")
+def test_the_last_generation_of_the_format_has_a_history(store: FileStore) -> None:
+    """A planted claim takes the last number: a VM that has claimed nothing reads the history all the same."""
+    store.put(KEYS.generation(bounds.GENERATION_MAX), b"{}")
+    assert catalog.history(store, KEYS, bounds.GENERATION_MAX + 1) == History(0.0, 1)
 
 
 def test_a_wrong_clock_does_not_stretch_the_history(store: FileStore) -> None:

@@ -227,6 +227,8 @@ def test_a_flood_of_planted_records_costs_the_listing_alone() -> None:
         store.put(KEYS.farewell(1, f"x{number}"), farewell(commit=CommitRef(number, 1)))
         store.put(KEYS.pin(f"x{number}"), b"{}")
     store.put(f"{KEYS.commits}junk", b"")
+    for folder in (KEYS.generations, KEYS.commits, KEYS.pins):
+        store.put(folder, b"not the empty object of a console")
     store.requests.clear()
     assert catalog.newest_generation(view, KEYS) == 1
     assert [commit.ref for commit in catalog.newest_commits(view, KEYS)] == [made.ref]

@@ -183,6 +183,9 @@ def test_sets_are_bounded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("the file system takes no file larger than itself")
     with pytest.raises(StagingError, match="sparse"):
         listing(run, "giant")
+    (run / "giant" / "f").rename(run / "step=7.ckpt")
+    with pytest.raises(StagingError, match="sparse"):
+        listing(run, "step=7.ckpt")
 
 
 def test_open_gives_the_bytes(run: Path) -> None:
