@@ -88,27 +88,6 @@ def test_a_missing_staging_directory_is_reported_and_not_created(
     assert not place.exists()
 
 
-@pytest.mark.fault("O07")
-def test_a_missing_bucket_is_reported_once_with_a_fix(
-    bucket: Bucket, new_vm: Any, witness: str
-) -> None:
-    """The daemon keeps running, because an operator may create the bucket; status shows the error."""
-    vm = new_vm("vm", {**bucket.store, "url": "s3://no-such-bucket/team"})
-    daemon = vm.start_daemon()
-    line = daemon.lines.wait(event="health", source="store")
-    assert line["health"] != "ok"
-    assert "no-such-bucket" in line["reason"]
-    assert "Create the bucket" in line["reason"]
-    report = vm.status()
-    assert (report["store"]["health"], report["store"]["reason"]) == (
-        line["health"],
-        line["reason"],
-    )
-    assert report["generation"] is None
-    assert len(daemon.lines.all(event="health", source="store")) == 1
-    assert daemon.popen.poll() is None
-
-
 # ---------------------------------------------------------------- messages on the socket
 
 

@@ -119,17 +119,6 @@ def test_a_restarted_daemon_remembers_a_manual_notice(vm: Vm) -> None:
     assert vm.status()["notices"][0]["source"] == "manual"
 
 
-def test_a_checkpoint_is_attempted_even_within_the_reserve(
-    bucket: Bucket, new_vm: Any, witness: str
-) -> None:
-    """With a notice of 3 s and a reserve of 5 s no checkpoint fits the plan; one is committed anyway."""
-    vm = new_vm("vm", bucket.store, settings={"deadline": {"reserve_s": 5.0}})
-    daemon = vm.start_daemon()
-    vm.start_trainer(script=witness).lines.wait(step=5)
-    assert vm.swansong("notify", "--in", "3s").returncode == 0
-    assert daemon.lines.wait(event="verdict", verdict="SAFE")["step"] >= 5
-
-
 def test_training_continues_after_a_withdrawn_notice(vm: Vm) -> None:
     """The daemon returns to its earlier state; a command that waits for the verdict exits with 9."""
     assert vm.daemon is not None
