@@ -31,10 +31,10 @@ if __name__ == "__main__" and os.environ.get("PYTHONHASHSEED") != "0":
 from testkit.simulation import schedule
 
 schedule.install()  # before the production code
-if "SWANSONG_MUTANT" in os.environ:
+if "SWANSONG_PRODUCTION_MUTANT" in os.environ:
     from testkit.simulation import core_mutants, production_mutants
 
-    number = int(os.environ["SWANSONG_MUTANT"])
+    number = int(os.environ["SWANSONG_PRODUCTION_MUTANT"])
     mutants = production_mutants.MUTANTS + production_mutants.NOT_FOUND
     sys.meta_path.insert(0, core_mutants.Finder(mutants[number]))
 
@@ -65,6 +65,7 @@ from swansong_bucket.format import wall
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.model import CommitRef, DeadlineQuality, Notice, Severity
 from swansong_bucket.runs import catalog, commit
+from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.transfer import target
 from swansongd.config.config import parse
 from swansongd.core.events import NoticeRaised
@@ -160,7 +161,7 @@ class Vm:
                 "staging": {"path": str(self.directory / "staging")},
                 "store": {"url": "s3://bucket"},
                 "sources": {"cloud": kind, "gpu": "off", "system_bus": "unix:path=/nonexistent"},
-                "trainer": {"socket": str(self.directory / "s"), "users": [os.geteuid()]},
+                "trainer": {"socket": str(self.directory / "s"), "users": list(world.users)},
                 "flush": {"connections": 2},
                 "metrics": {},
             }
@@ -238,13 +239,13 @@ class Vm:
         start: Callable[[], None],
     ) -> None:
         """The current process ends, perhaps with an error, and starts again."""
-        if error is not None and not self.disk_good_at_s:
+        if error is not None and not self.disk_good_at_s and not self.world.may_end(what):
             raise error
-        self.world.count(f"{what} ended" + (" by a disk error" if error else ""))
+        self.world.count(f"{what} ended" + (" by an error" if error else ""))
 
         def restart() -> None:
             kill()
-            self.world.schedule.sleep(1)
+            self.world.schedule.sleep(self.world.restart_s)
             if self.is_on:
                 start()
 
@@ -289,7 +290,7 @@ class Vm:
         world = self.world
         socket = self.directory / "s"
         world.schedule.wait(lambda: os.path.lexists(socket), None)  # as swansong-ready@.service
-        training = self.training = Training(world)
+        training = self.training = world.new_training()
         with_every = world.random.choice([None, 5])
         guard = self.guard = swansong.attach(
             save=training.save,
@@ -375,6 +376,11 @@ class World:
         directory: empty directory for the VMs.
     """
 
+    users: tuple[int, ...] = (os.geteuid(),)
+    """``trainer.users`` of the daemons."""
+    restart_s = 1.0
+    """Time until a process that has ended is started again."""
+
     def __init__(self, seed: int, directory: Path) -> None:
         self.schedule = Schedule(seed)
         self.random = self.schedule.random
@@ -399,7 +405,19 @@ class World:
     def count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1
 
+    def new_training(self) -> Training:
+        return Training(self)
+
+    def may_end(self, what: str) -> bool:
+        """Whether a daemon or a trainer may end with an error although its disk is sound."""
+        del what
+        return False
+
     # ------------------------------------------------------------ the store
+
+    def stores(self) -> tuple[ObjectStore, ObjectStore, ObjectStore | None]:
+        """The results of ``storage.open_stores``."""
+        return self.store, self.store, None
 
     def _before(self, what: str, key: str) -> None:
         self.schedule.sleep(self.random.uniform(0.005, 0.1))
@@ -452,6 +470,11 @@ class World:
             self.vm.disk.sync_all()
 
     # ------------------------------------------------------------ what must hold
+
+    def identify(self, connected: Any) -> Peer:
+        """The process at the other end of a socket that the daemon of the current thread has accepted."""
+        del connected
+        return Peer(os.getpid(), os.geteuid(), os.getegid(), os.dup(self.vm.lifeline_read))
 
     @property
     def vm(self) -> Vm:
@@ -543,8 +566,9 @@ class World:
         found = commit.newest_whole(self._calm(), RunKeys(RUN))
         return None if found is None else found.ref
 
-    def _calm(self) -> MemoryStore:
+    def _calm(self) -> ObjectStore:
         calm = MemoryStore()
+        calm.url = self.store.url
         calm.objects = self.store.objects
         calm.written_unix_s = self.store.written_unix_s
         calm.clock = self.store.clock
@@ -732,19 +756,16 @@ class _Datetime(datetime):
 def _patch(world: World) -> None:
     """Replace the store, the properties of processes, inotify and the log."""
 
-    def identify(connected: Any) -> Peer:
-        return Peer(os.getpid(), os.geteuid(), os.getegid(), os.dup(world.vm.lifeline_read))
-
     def process_start(peer: Peer) -> int:
         return 0 if select.select([peer.pidfd], [], [], 0)[0] else 1000 + world.vm.trainers
 
     for call in set().union(*DISK_ERRORS.values()):
         setattr(os, call, world.on_disk(call))
     prepare._lock = lambda *_: None  # a killed daemon may leave its descriptor open
-    peers.identify = identify
+    peers.identify = world.identify
     peers.process_start = process_start
     signal_reader.handle = lambda *_: None
-    storage.open_stores = lambda *_: (world.store, world.store, None)
+    storage.open_stores = lambda *_: world.stores()
     StagingObserver._watch = lambda _: None  # type: ignore[method-assign, assignment]
     boot.boot_id = lambda: world.vm.boot_id
     boot.booted_wall_ns = lambda: int(world.vm.booted_wall_s * 1e9)
@@ -761,10 +782,10 @@ def _patch(world: World) -> None:
     structlog.configure(processors=[take], cache_logger_on_first_use=False)
 
 
-def simulate(seed: int) -> dict[str, Any]:
+def simulate(seed: int, kind: type[World] = World) -> dict[str, Any]:
     """Run one seed in this process, which has to end afterwards because threads remain."""
     with tempfile.TemporaryDirectory(prefix="sim-", ignore_cleanup_errors=True) as name:
-        world = World(seed, Path(name))
+        world = kind(seed, Path(name))
         _patch(world)
         try:
             world.run()
@@ -782,14 +803,14 @@ def simulate(seed: int) -> dict[str, Any]:
     }
 
 
-def forked(seed: int) -> dict[str, Any]:
+def forked(seed: int, kind: type[World] = World) -> dict[str, Any]:
     """Simulate a seed in a fork, which leaves no thread behind."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             faulthandler.dump_traceback_later(SEED_LIMIT_S - 5)
-            os.write(writer, json.dumps(simulate(seed)).encode())
+            os.write(writer, json.dumps(simulate(seed, kind)).encode())
         finally:
             os._exit(0)
     os.close(writer)
@@ -804,11 +825,11 @@ def forked(seed: int) -> dict[str, Any]:
     return {"seed": seed, "problems": ["the run hangs, or ended without a result"], "counts": {}}
 
 
-def main() -> int:
+def main(kind: type[World] = World) -> int:
     first, count = int(sys.argv[1]), int(sys.argv[2])
     found = 0
     for seed in range(first, first + count):
-        result = forked(seed)
+        result = forked(seed, kind)
         print(json.dumps(result), flush=True)
         found += bool(result["problems"])
         if found and "--stop" in sys.argv:

@@ -133,11 +133,15 @@ NOT_FOUND = (
 """Numbered after the others.  They survive 8 seeds."""
 
 
-def finds(number: int, seeds: int) -> str:
-    """The first seed that finds this mutant, and the problem; empty if no seed finds it."""
+def finds(number: int, seeds: int, world: str = "production") -> str:
+    """The first seed that finds this mutant, and the problem; empty if no seed finds it.
+
+    Args:
+        world: the module of the simulation.
+    """
     done = subprocess.run(
-        [sys.executable, "-m", "testkit.simulation.production", "0", str(seeds), "--stop"],
-        env={**os.environ, "SWANSONG_MUTANT": str(number)},
+        [sys.executable, "-m", f"testkit.simulation.{world}", "0", str(seeds), "--stop"],
+        env={**os.environ, f"SWANSONG_{world.upper()}_MUTANT": str(number)},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -152,13 +156,17 @@ def finds(number: int, seeds: int) -> str:
     return ""
 
 
-def main() -> int:
+def main(
+    wanted: tuple[Mutant, ...] = MUTANTS,
+    not_found: tuple[Mutant, ...] = NOT_FOUND,
+    world: str = "production",
+) -> int:
     seeds = int(sys.argv[1])
-    numbers = [int(each) for each in sys.argv[2:]] or range(len(MUTANTS))
-    mutants = MUTANTS + NOT_FOUND
+    numbers = [int(each) for each in sys.argv[2:]] or range(len(wanted))
+    mutants = wanted + not_found
     survivors = 0
     for number in numbers:
-        found = finds(number, seeds)
+        found = finds(number, seeds, world)
         survivors += not found
         mutant = mutants[number]
         name = f"{number} {mutant.module}: {mutant.before.strip()[:50]!r}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seeded runs of the production daemon and the production hooks on a simulated clock.
 
-``SWANSONG_PRODUCTION_SEEDS=500`` runs more of them, and ``SWANSONG_SEED=17`` starts at that seed.  A failure
-names its seed.
+``SWANSONG_PRODUCTION_SEEDS=500`` runs more of them, ``SWANSONG_HOSTILE_SEEDS=500`` more with an adversary.
+``SWANSONG_SEED=17`` starts at that seed.  A failure names its seed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import pytest
 
 FIRST = int(os.environ.get("SWANSONG_SEED", "0"))
 SEEDS = int(os.environ.get("SWANSONG_PRODUCTION_SEEDS", "12"))
+HOSTILE_SEEDS = int(os.environ.get("SWANSONG_HOSTILE_SEEDS", "4"))
 WANTED = {"SAFE", "resumed", "daemon killed", "trainer killed", "reply lost", "VM frozen", "disk"}
 
 
-def run(first: int, count: int, **environment: str) -> list[str]:
-    """The lines of the command, one for each seed."""
+def run(first: int, count: int, world: str = "production", **environment: str) -> list[str]:
+    """The lines of the command of a simulation, one for each seed."""
     done = subprocess.run(
-        [sys.executable, "-m", "testkit.simulation.production", str(first), str(count)],
+        [sys.executable, "-m", f"testkit.simulation.{world}", str(first), str(count)],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -43,6 +44,17 @@ def test_no_schedule_of_the_production_code_breaks_a_promise() -> None:
         assert not result["problems"], f"seed {result['seed']}:\n" + "\n".join(result["problems"])
         happened |= {name.partition(":")[0] for name in result["counts"]}
     assert SEEDS < 12 or happened >= WANTED, f"never happened: {WANTED - happened}"
+
+
+@pytest.mark.fault("S25")
+def test_no_adversary_exceeds_its_rights() -> None:
+    """Each fourth seed has a bucket writer and a key, one without a key, a hostile user, or two of them."""
+    kinds: set[str] = set()
+    for line in run(FIRST, HOSTILE_SEEDS, "adversary"):
+        result = json.loads(line)
+        assert not result["problems"], f"seed {result['seed']}:\n" + "\n".join(result["problems"])
+        kinds |= set(result["counts"]) & {"signed", "unsigned", "user", "both"}
+    assert HOSTILE_SEEDS < 4 or len(kinds) == 4
 
 
 LOST_TURN = """
