@@ -528,7 +528,8 @@ class World:
                 self._judge(event)
         if event.get("phase") == "notice" and event["id"] != self.vm.evacuation_id:
             self._note_floor(self.vm, event["id"])
-        if self.vm.cloud is not None:
+        # The tools log, too, on no VM.
+        if self.schedule.current.group != "world" and self.vm.cloud is not None:
             self.vm.cloud.check_log(event)
         if event["event"].endswith("_fault"):
             self.problems.append(f"{event}\n{traceback.format_exc()}")

@@ -143,6 +143,7 @@ OUT_OF_RANGE = [
     (protocol.Begin("i"), "start_id", ["x" * 129, "a;b", "process-"]),
     (protocol.StartDrawn("i"), "start_id", ["x" * 129, "a;b"]),
     (protocol.PeerRequest("q", "r", 1.0), "seconds_left", [-1.0, 1e10]),
+    (protocol.PeerRequest("q", "r", 1.0), "request_id", ["", " "]),
     (protocol.Sealed(1, "d", 1.0, 1), "size_bytes", [-1]),
     (protocol.Failed("q", 1, "r"), "reason", ["x" * 4097]),
     (protocol.Notify("n", 1.0), "nonce", ["x" * 129]),

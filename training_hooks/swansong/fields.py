@@ -92,6 +92,12 @@ def _cut(text: str, max_chars: int) -> str:
     return text[:max_chars].encode(errors="replace").decode()
 
 
+def _check_given_id(value: Any, name: str) -> str:
+    if value == "":
+        raise BoundsError(f"{name} is empty")
+    return bounds.identifier(value, name)
+
+
 def _check_start_id(value: Any, name: str) -> str:
     start_id = bounds.identifier(value, name)
     if start_id.startswith(PROCESS_PREFIX):
@@ -141,6 +147,8 @@ Metric = Annotated[float, _clamped_number(-bounds.METRIC_MAX, bounds.METRIC_MAX)
 Flag = Annotated[bool, FieldType(bounds.boolean)]
 Id = Annotated[str, FieldType(bounds.identifier)]
 """At most 128 characters of letters, digits and ``_ . : / ~ @ + -``."""
+GivenId = Annotated[str, FieldType(_check_given_id)]
+"""An :data:`Id` that is not empty: the daemon takes it for its own request."""
 StartId = Annotated[str, FieldType(_check_start_id)]
 """An :data:`Id` that is not one of a process without hooks, which only the daemon draws."""
 Text = Annotated[str, _clamped_text(bounds.TEXT_CHARS_MAX)]

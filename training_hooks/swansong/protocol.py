@@ -25,6 +25,7 @@ from swansong.fields import (
     Count,
     Flag,
     Generation,
+    GivenId,
     Id,
     Metric,
     Node,
@@ -158,7 +159,7 @@ class Agreed(ToDaemon):
 class PeerRequest(ToDaemon):
     """The daemon of another VM of the job requests a checkpoint, because that VM will be terminated."""
 
-    request_id: Id
+    request_id: GivenId
     reason: Text
     seconds_left: Seconds
     """Time until that VM is terminated, from the moment of sending."""
