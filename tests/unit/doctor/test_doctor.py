@@ -122,7 +122,7 @@ def test_a_check_that_raises_or_hangs_fails_alone() -> None:
     assert [finding.level for finding in found] == [Level.FAILURE, Level.FAILURE, Level.OK]
     assert "KeyError" in found[0].found
     assert found[1].found == "timed out after 0.05 s"
-    assert found[1].fix == "fix b"
+    assert [finding.fix for finding in found] == ["fix a", "fix b", ""]
 
 
 def test_a_check_that_depends_on_a_failure_is_skipped() -> None:
