@@ -40,7 +40,6 @@ from swansong_tools.doctor.findings import (
     examine,
     failure,
     ok,
-    skipped,
 )
 from swansong_tools.doctor.installation import (
     AskDaemon,
@@ -108,11 +107,8 @@ def _of_vm(vm: Installation) -> Iterator[Finding]:
         return
     examination = Examination(vm)
     yield from examination.run((*CONFIGURATION, *cloud.CONFIGURATION, *installed, *host.RUNNING))
-    if lacking := examination.lacking(PREREQUISITES):
-        found = skipped(f"depends on a check that did not succeed: {lacking}")
-        yield examination.note(sandbox.as_the_daemon(found))
-    else:
-        yield from map(examination.note, sandbox.findings(vm))
+    lacking = examination.lacking(PREREQUISITES)
+    yield from map(examination.note, sandbox.findings(vm, lacking))
     yield from examination.run(DAEMON)
 
 

@@ -25,7 +25,7 @@ from swansong_bucket.errors import Unreachable
 from swansongd.trainers import peers
 
 from swansong_tools.doctor import fixes
-from swansong_tools.doctor.findings import Finding, Judgement, Level, failure
+from swansong_tools.doctor.findings import Finding, Judgement, Level, failure, skipped
 from swansong_tools.doctor.installation import (
     BOOTED,
     DAEMON_USER,
@@ -97,13 +97,20 @@ def of_unit() -> dict[str, str]:
     return properties(fixes.unit().name, _PROPERTIES)
 
 
-def findings(vm: Installation) -> Iterator[Finding]:
-    """The findings of a process with the user, the environment and the sandbox of the daemon."""
+def findings(vm: Installation, lacking: str) -> Iterator[Finding]:
+    """The findings of a process with the user, the environment and the sandbox of the daemon.
+
+    Args:
+        lacking: a check that did not succeed, without which no process can run as the daemon; or empty.
+    """
     if vm.by_systemd and os.geteuid() != 0:
         found = (
             "checking store and staging requires root: these checks run in the sandbox of the unit"
         )
         yield as_the_daemon(failure(found, "sudo swansong doctor"))
+        return
+    if lacking:
+        yield as_the_daemon(skipped(f"depends on a check that did not succeed: {lacking}"))
         return
     vm.options = replace(vm.options, operator_file=_operator_file(vm))
     try:

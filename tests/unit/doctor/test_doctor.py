@@ -47,7 +47,7 @@ from swansong_tools.doctor.installation import (
     grace_s,
     longest_grace_s,
 )
-from swansong_tools.doctor.sandbox import failed_to_run, unit_text
+from swansong_tools.doctor.sandbox import failed_to_run, findings, unit_text
 from swansong_tools.doctor.staging import Room, dies_with_vm, judge_parents, judge_space, newest
 from swansong_tools.doctor.store import judge_transport, signing_key
 from swansong_tools.doctor.store_fixes import (
@@ -801,6 +801,15 @@ Environment=HOME=/c%d
     assert lines[lines.index("RuntimeDirectory=") + 1] == "RuntimeDirectory=d-scratch"
     assert "RuntimeDirectoryPreserve=no" in lines
     assert "Environment=TMPDIR=%t/d-scratch" in lines
+
+
+def test_only_root_can_check_as_the_daemon_of_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user gets a failure, although the permissions could not be checked either."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    vm = installation()
+    vm.by_systemd = True
+    (found,) = findings(vm, lacking="permissions")
+    assert (found.level, found.fix) == ("failure", "sudo swansong doctor")
 
 
 def test_checks_that_run_out_of_memory_name_the_cause() -> None:
