@@ -41,6 +41,7 @@ if "SWANSONG_PRODUCTION_MUTANT" in os.environ:
 # ruff: noqa: E402
 import errno
 import faulthandler
+import gc
 import hashlib
 import json
 import select
@@ -68,10 +69,12 @@ from swansong_bucket.runs import catalog, commit
 from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.transfer import target
 from swansongd.config.config import parse
+from swansongd.core import staged_sets
 from swansongd.core.events import NoticeRaised
+from swansongd.core.transition import EXIT_STOPPED
 from swansongd.service import signal_reader, storage
 from swansongd.service.service import Service
-from swansongd.sources import metadata
+from swansongd.sources import host, metadata
 from swansongd.staging import prepare
 from swansongd.staging.observe import StagingObserver
 from swansongd.trainers import peers
@@ -171,6 +174,8 @@ class Vm:
         self.booted_wall_s = world.schedule.wall_s
         self.sealed: tuple[str, int] | None = None
         """Line and step of the newest set that was sealed and synced since the last resume."""
+        self.unsynced = 0
+        """Number of newer sets that are not synced."""
         self.daemons = self.trainers = 0
         self.is_on, self.is_frozen = True, False
         self.daemon_runs = self.trainer_runs = False
@@ -226,8 +231,8 @@ class Vm:
     def _serve(self) -> None:
         try:
             self.service = Service(self.config)
-            self.service.run()
-            self._restart("daemon", None, self.kill_daemon, self.start_daemon)
+            if self.service.run() == EXIT_STOPPED:  # by the operator, who starts it again
+                self._restart("daemon", None, self.kill_daemon, self.start_daemon)
         except (OSError, SwansongError) as error:
             self._restart("daemon", error, self.kill_daemon, self.start_daemon)
 
@@ -487,8 +492,12 @@ class World:
         """Write a checkpoint, and note whether it must survive a power cut."""
         vm, training = self.vm, self.vm.training
         written = staging.write_checkpoint(directory, nonce, manifest, save, durable=durable)
-        if written.is_sealed and durable and training is not None:
-            vm.sealed = training.line, manifest.step
+        if written.is_sealed and training is not None:
+            vm.unsynced += 1
+            if durable:
+                vm.sealed, vm.unsynced = (training.line, manifest.step), 0
+            elif vm.unsynced == staged_sets.NEWEST:
+                vm.sealed = None  # the daemon may drop a set that these supersede
         return written
 
     def trained(self, training: Training) -> None:
@@ -641,9 +650,19 @@ class World:
             self.count("VM frozen")
             vm.is_frozen = True
             self.schedule.freeze(vm.name + "-")
-        else:
-            self.count("power off")
-            vm.power_off()
+            return
+        if self.random.random() < 0.4:
+            self._reboot(vm)
+            self.schedule.sleep(self.random.uniform(2, 8))
+        self.count("power off")
+        vm.power_off()
+
+    def _reboot(self, vm: Vm) -> None:
+        self.count("power cut")
+        vm.cut_power()
+        self.schedule.sleep(self.random.uniform(0, 2))
+        vm.start_daemon()
+        vm.start_trainer()
 
     def _thaw(self, newer: Vm) -> None:
         for vm in self.vms.values():
@@ -733,8 +752,7 @@ class World:
             self.schedule.start(stop, (signal.SIGTERM,), group=daemon, name="signal")
             vm.is_ending = self.random.random() < 0.5
         if what == "power":
-            self.count("power cut")
-            vm.cut_power()
+            self._reboot(vm)
         if what in {"daemon", "both"}:
             self.count("daemon killed")
             vm.kill_daemon()
@@ -742,9 +760,9 @@ class World:
             self.count("trainer killed")
             vm.kill_trainer()
         self.schedule.sleep(self.random.uniform(0, 2))
-        if what in {"daemon", "both", "power"}:
+        if what in {"daemon", "both"}:
             vm.start_daemon()
-        if what in {"trainer", "both", "power"}:
+        if what in {"trainer", "both"}:
             vm.start_trainer()
 
 
@@ -775,6 +793,7 @@ def _patch(world: World) -> None:
     for module in (wall, aws_imds, gcp_metadata):
         module.datetime = _Datetime  # type: ignore[attr-defined]
     metadata._connect = world.connect
+    host.is_host_stopping = lambda _: False
 
     def take(_logger: object, _level: str, event: Any) -> Any:
         world.log(event)
@@ -785,6 +804,7 @@ def _patch(world: World) -> None:
 
 def simulate(seed: int, kind: type[World] = World) -> dict[str, Any]:
     """Run one seed in this process, which has to end afterwards because threads remain."""
+    gc.disable()  # it would close sockets at other times in each run
     with tempfile.TemporaryDirectory(prefix="sim-", ignore_cleanup_errors=True) as name:
         world = kind(seed, Path(name))
         _patch(world)

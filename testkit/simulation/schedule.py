@@ -197,6 +197,7 @@ class Schedule:
             task.has_ended = True
             self.tasks = [each for each in self.tasks if each is not task]
             self._pass_turn(task)
+            task.turn.acquire()  # the end of a real thread frees objects, and closes files, at any time
 
         _REAL_START(run, ())
         self.tasks.append(task)

@@ -15,9 +15,12 @@ import sys
 import pytest
 
 FIRST = int(os.environ.get("SWANSONG_SEED", "0"))
-SEEDS = int(os.environ.get("SWANSONG_PRODUCTION_SEEDS", "12"))
+SEEDS = int(os.environ.get("SWANSONG_PRODUCTION_SEEDS", "6"))
 HOSTILE_SEEDS = int(os.environ.get("SWANSONG_HOSTILE_SEEDS", "4"))
-WANTED = {"SAFE", "resumed", "daemon killed", "trainer killed", "reply lost", "VM frozen", "disk"}
+WANTED = {
+    *("SAFE", "resumed", "daemon killed", "trainer killed", "reply lost", "VM frozen"),
+    *("daemon ended", "power cut", "metadata fault"),
+}
 
 
 def run(first: int, count: int, world: str = "production", **environment: str) -> list[str]:
@@ -37,13 +40,17 @@ def run(first: int, count: int, world: str = "production", **environment: str) -
 
 @pytest.mark.fault("G03", "G05", "N12", "O11", "T15", "T22")
 def test_no_schedule_of_the_production_code_breaks_a_promise() -> None:
-    """SAFE is true in the store, a resume never loses it, and a calm VM ends SAFE after all faults."""
+    """SAFE is true in the store, a resume never loses it, and a calm VM ends SAFE after all faults.
+
+    No power cut lets a torn set count or loses a sealed one.  Each notice of the metadata service arrives in
+    time, and none that it did not show.
+    """
     happened: set[str] = set()
     for line in run(FIRST, SEEDS):
         result = json.loads(line)
         assert not result["problems"], f"seed {result['seed']}:\n" + "\n".join(result["problems"])
         happened |= {name.partition(":")[0] for name in result["counts"]}
-    assert SEEDS < 12 or happened >= WANTED, f"never happened: {WANTED - happened}"
+    assert SEEDS < 6 or happened >= WANTED, f"never happened: {WANTED - happened}"
 
 
 @pytest.mark.fault("S25")
