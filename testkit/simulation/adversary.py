@@ -19,17 +19,16 @@ from __future__ import annotations
 import os
 import sys
 
-if __name__ == "__main__" and os.environ.get("PYTHONHASHSEED") != "0":
-    again = [sys.executable, "-m", "testkit.simulation.adversary", *sys.argv[1:]]
-    os.execve(sys.executable, again, {**os.environ, "PYTHONHASHSEED": "0"})
+from testkit.simulation import schedule
+
+if __name__ == "__main__":
+    schedule.fix_hashes()
 if "SWANSONG_ADVERSARY_MUTANT" in os.environ:
     from testkit.simulation import adversary_mutants, core_mutants
 
     number = int(os.environ["SWANSONG_ADVERSARY_MUTANT"])
     mutants = adversary_mutants.MUTANTS + adversary_mutants.NOT_FOUND
     sys.meta_path.insert(0, core_mutants.Finder(mutants[number]))
-
-from testkit.simulation import schedule
 
 schedule.install()  # before the production code
 
@@ -638,9 +637,9 @@ class HostileWorld(World):
         """Number of the manifests of daemons."""
         return sum(key.startswith(KEYS.commits) for key in self.honest)
 
-    def resumed(self, line: str, step: int, vm: Vm, before: tuple[str, int]) -> None:
+    def resumed(self, vm: Vm, own: str, line: str, step: int, before: tuple[str, int]) -> None:
         if self.is_exact:
-            super().resumed(line, step, vm, before)
+            super().resumed(vm, own, line, step, before)
             return
         self.count("resumed" if step else "began")
         if not step and before[1] and not self.has_user:

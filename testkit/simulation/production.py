@@ -10,7 +10,9 @@ A process that a disk error ends is started again, as by systemd and by the supe
 may lose its power and boot again with its disk (:mod:`testkit.simulation.disk`), and has the metadata service
 of a cloud (:mod:`testkit.simulation.metadata`), which fails and withdraws notices.
 
-Not covered: several VMs in one job, several ranks, inotify, and what needs real processes.
+
+:mod:`testkit.simulation.production_job` runs jobs of several VMs and ranks in the same world.  Not covered:
+inotify, and what needs real processes.
 
     python -m testkit.simulation.production FIRST COUNT [--stop]
 
@@ -23,13 +25,10 @@ from __future__ import annotations
 import os
 import sys
 
-if __name__ == "__main__" and os.environ.get("PYTHONHASHSEED") != "0":
-    # The order of a set depends on the hashes of strings.
-    again = [sys.executable, "-m", "testkit.simulation.production", *sys.argv[1:]]
-    os.execve(sys.executable, again, {**os.environ, "PYTHONHASHSEED": "0"})
-
 from testkit.simulation import schedule
 
+if __name__ == "__main__":
+    schedule.fix_hashes()
 schedule.install()  # before the production code
 if "SWANSONG_PRODUCTION_MUTANT" in os.environ:
     from testkit.simulation import core_mutants, production_mutants
@@ -108,15 +107,15 @@ SEED_LIMIT_S = 300.0
 """Real time after which a seed counts as a hang.  It needs two seconds of an idle CPU."""
 
 
-def content(line: str, step: int, name: str) -> bytes:
-    """The bytes of a file of a checkpoint.  Each block depends on the line and the step, or is constant.
+def content(line: str, step: int, name: str, rank: int = 0) -> bytes:
+    """The bytes of a file of a checkpoint.  Each block depends on the arguments, or is constant.
 
     Args:
         line: one start of the training, with its VM.
     """
     if name == CONSTANT:
-        line, step = "", 0
-    word = hashlib.sha256(f"{line}:{step}:{name}".encode()).digest()
+        line, step, rank = "", 0, 0
+    word = hashlib.sha256(f"{line}:{step}:{rank}:{name}".encode()).digest()
     return (f"{line}:{step}:".encode() + word * (FILE_BYTES // len(word)))[:FILE_BYTES]
 
 
@@ -127,13 +126,14 @@ class Training:
     world: World
     line: str = ""
     step: int = 0
+    rank: int = 0
 
     def save(self, directory: Path) -> None:
         for name in (*FILES, CONSTANT):
             self.world.schedule.sleep(self.world.random.random() * 0.2)
             path = directory / name
             with openat.held(os.open(path, os.O_WRONLY | os.O_CREAT, 0o640)) as fd:
-                openat.write_all(fd, content(self.line, self.step, name))
+                openat.write_all(fd, content(self.line, self.step, name, self.rank))
             os.utime(path, (self.world.schedule.wall_s,) * 2)
 
     def load(self, directory: Path) -> None:
@@ -143,20 +143,22 @@ class Training:
             if name in FILES:
                 line, step, _ = data.split(b":", 2)
                 self.line, self.step = line.decode(), int(step)
-            if data != content(self.line, self.step, name):
+            if data != content(self.line, self.step, name, self.rank):
                 self.world.problems.append(f"a torn checkpoint was loaded: {name} of {directory}")
 
 
 class Vm:
     """A VM with its staging directory, its daemon and its trainer."""
 
+    clouds: tuple[str, ...] = (*EMULATORS, "none", "none", "none")
+
     def __init__(self, world: World, number: int) -> None:
         self.world = world
         self.name = f"vm{number}"
         self.directory = world.directory / self.name
         self.directory.mkdir()
-        self.boot_id = f"0000000{number}-0000-0000-0000-000000000000"
-        kind = world.random.choice([*EMULATORS, "none", "none", "none"])
+        self.boot_id = f"{number:08}-0000-0000-0000-000000000000"
+        kind = world.random.choice(self.clouds)
         self.cloud = None if kind == "none" else Cloud(self, kind)
         self.config = parse(
             {
@@ -182,6 +184,10 @@ class Vm:
         self.service: Service | None = None
         self.guard: Any = None
         self.training: Training | None = None
+        self.lines = f"{self.name}-"
+        """Beginning of the names of the lines that this VM trains."""
+        self.safes = 0
+        """Number of verdicts SAFE of this VM."""
         self.floor: int | None = None
         """Step that the training had completed at the notice.  SAFE needs this step or a later one."""
         self.is_ending = False
@@ -293,21 +299,21 @@ class Vm:
 
     def _train_on(self) -> None:
         world = self.world
-        socket = self.directory / "s"
-        world.schedule.wait(lambda: os.path.lexists(socket), None)  # as swansong-ready@.service
+        path = self.directory / "s"
+        world.schedule.wait(lambda: os.path.lexists(path), None)  # as swansong-ready@.service
         training = self.training = world.new_training()
         with_every = world.random.choice([None, 5])
         guard = self.guard = swansong.attach(
             save=training.save,
             load=training.load,
-            socket=str(self.directory / "s"),
+            socket=str(path),
             every_steps=with_every,
         )
         with world.schedule.outside():
             before = world.read_back()
         restored = guard.restore()
-        world.resumed(training.line, restored, self, before)
-        training.line = f"{self.name}-{self.trainers:03}"
+        world.resumed(self, f"{self.lines}{self.trainers:03}", training.line, restored, before)
+        training.line = f"{self.lines}{self.trainers:03}"
         training.step = restored
         self.is_ending = False
         while not self.is_ending:
@@ -324,10 +330,7 @@ class Vm:
         self.world.schedule.kill(f"{self.name}-trainer-{self.trainers}")
         self.training = self.floor = None
         guard, self.guard = self.guard, None
-        if guard is not None:
-            swansong.guard._guards.discard(guard)
-            if guard._session.channel._socket is not None:
-                guard._session.channel._socket.close()
+        forget(guard)
         if self.lifeline >= 0:
             os.close(self.lifeline)
             self.lifeline = -1
@@ -354,6 +357,14 @@ class Vm:
         self.kill_trainer()
         self.kill_daemon()
         shutil.rmtree(self.directory)
+
+
+def forget(guard: Any) -> None:
+    """The process of a guard, if there is one, was killed."""
+    if guard is not None:
+        swansong.guard._guards.discard(guard)
+        if guard._session.channel._socket is not None:
+            guard._session.channel._socket.close()
 
 
 def _short(data: Any) -> Any:
@@ -402,6 +413,8 @@ class World:
         """Number of objects that were created with create-if-absent."""
         self.steps: dict[str, int] = {}
         """The newest step of each line."""
+        self.ranks: dict[str, int] = {}
+        """The number of ranks of each line that has several."""
         self.parents: dict[str, tuple[str, int]] = {}
         """The line and the step that each line has resumed from."""
         self.problems: list[str] = []
@@ -471,6 +484,8 @@ class World:
         return self.vm.cloud.connect()
 
     def sync_disk(self, _: int) -> None:
+        if schedule.active() is None:  # a tool outside of the VMs
+            return
         with self.schedule.outside():
             self.vm.disk.sync_all()
 
@@ -500,25 +515,29 @@ class World:
                 vm.sealed = None  # the daemon may drop a set that these supersede
         return written
 
-    def trained(self, training: Training) -> None:
-        self.steps[training.line] = training.step
+    def process_start(self, peer: Peer) -> int:
+        return 0 if select.select([peer.pidfd], [], [], 0)[0] else 1000 + self.vm.trainers
 
-    def resumed(self, line: str, step: int, vm: Vm, before: tuple[str, int]) -> None:
-        """Check a resume: its state is not older than the newest commit ``before`` the trainer asked."""
+    def trained(self, training: Training) -> None:
+        self.steps[training.line] = max(training.step, self.steps.get(training.line, 0))
+
+    def resumed(self, vm: Vm, own: str, line: str, step: int, before: tuple[str, int]) -> None:
+        """Check a resume: its state is not older than the newest commit ``before`` the trainer asked.
+
+        Args:
+            own: the line that begins.
+            line: the line that it continues from this step.
+        """
         self.count("resumed" if step else "began")
-        self.parents[f"{vm.name}-{vm.trainers:03}"] = (line, step)
+        self.parents[own] = (line, step)
         if step and self.steps.get(line, -1) < step:
-            self.problems.append(
-                f"{vm.name} resumed from step {step} of {line}, which never existed"
-            )
+            self.problems.append(f"{own} resumed from step {step} of {line}, which never existed")
         self.check_kept("committed", *before, line, step)
         if vm.sealed and vm is list(self.vms.values())[-1] and not vm.disk_good_at_s:
             self.check_kept("sealed", *vm.sealed, line, step)
         vm.sealed = None
         if step < self.promised:
-            self.problems.append(
-                f"{vm.name} resumed from step {step}, but {self.promised} was SAFE"
-            )
+            self.problems.append(f"{own} resumed from step {step}, but {self.promised} was SAFE")
 
     def check_kept(self, what: str, earlier: str, earlier_step: int, line: str, step: int) -> None:
         """Check that a state continues an earlier one, which was committed, sealed or finished."""
@@ -534,6 +553,7 @@ class World:
         if event["event"] == "verdict":
             self.count(str(event.get("verdict")))
             if event.get("verdict") == "SAFE":
+                self.vm.safes += 1
                 self._judge(event)
         if event.get("phase") == "notice" and event["id"] != self.vm.evacuation_id:
             self._note_floor(self.vm, event["id"])
@@ -554,7 +574,7 @@ class World:
         is_kept = newest is not None and newest.generation == said_generation
         is_kept = is_kept and said_step <= step
         is_overtaken = newest is not None and newest.generation > said_generation
-        own = f"{self.vm.name}-"
+        own = self.vm.lines
         if not is_kept and not (is_overtaken and self._continues(line, step, own, said_step)):
             self.problems.append(f"{said}, but the newest is {newest} with step {step} of {line}")
         if self.steps.get(line, -1) < step:
@@ -592,21 +612,28 @@ class World:
             return "", 0
         manifests = catalog.load(store, keys, newest)
         stored = {shard.path: shard for made in manifests for shard in made.shards}
-        lines = set()
-        for name in (*FILES, CONSTANT):
-            (shard,) = [s for path, s in stored.items() if path.endswith(name)]
+        lines, files = set(), set()
+        for path, shard in stored.items():
+            directory, _, name = path.rpartition("/")
+            if name not in (*FILES, CONSTANT):
+                continue
             data = b"".join(
                 self.store.objects[e.chunk.key][e.offset_bytes : e.offset_bytes + e.size_bytes]
                 for e in shard.extents
             )
             line, step, _ = data.split(b":", 2)
+            rank = int(directory[-5:])
+            files.add((rank, name))
             if name in FILES:
                 lines.add((line.decode(), int(step)))
-            if data != content(line.decode(), int(step), name):
-                self.problems.append(f"torn bytes of {name} in {newest}")
+            if data != content(line.decode(), int(step), name, rank):
+                self.problems.append(f"torn bytes of {path} in {newest}")
         if len(lines) != 1:
             self.problems.append(f"a mixed checkpoint: {lines}")
-        return lines.pop()
+        found = lines.pop()
+        if len(files) != 3 * self.ranks.get(found[0], 1):
+            self.problems.append(f"files are missing in {newest}: it has {sorted(files)}")
+        return found
 
     # ------------------------------------------------------------ what happens
 
@@ -684,6 +711,7 @@ class World:
             if not vm.is_frozen:
                 self.schedule.sleep(30)
                 self._expect_safe(vm)
+                vm.power_off()
         vm = self._boot(9)
         vm.start_daemon()
         self.schedule.sleep(1)
@@ -693,15 +721,14 @@ class World:
         self._expect_safe(vm)
 
     def _expect_safe(self, vm: Vm) -> None:
-        before = self.counts.get("SAFE", 0)
+        before = vm.safes
         self._notice(vm, 110.0)
-        if not self.schedule.wait(lambda: self.counts.get("SAFE", 0) > before, 60):
+        if not self.schedule.wait(lambda: vm.safes > before, 60):
             self.problems.append(f"without faults, a notice on {vm.name} did not end SAFE")
         if vm.cloud is not None:
             vm.kill_trainer()  # to save time
             vm.cloud.disturb()
             vm.cloud.await_detection()
-        vm.power_off()
 
     def _notice(self, vm: Vm, seconds: float) -> bool:
         if vm.service is None:
@@ -775,14 +802,11 @@ class _Datetime(datetime):
 def _patch(world: World) -> None:
     """Replace the store, the properties of processes, inotify and the log."""
 
-    def process_start(peer: Peer) -> int:
-        return 0 if select.select([peer.pidfd], [], [], 0)[0] else 1000 + world.vm.trainers
-
     for call in set().union(*DISK_ERRORS.values()):
         setattr(os, call, world.on_disk(call))
     prepare._lock = lambda *_: None  # a killed daemon may leave its descriptor open
     peers.identify = world.identify
-    peers.process_start = process_start
+    peers.process_start = world.process_start
     signal_reader.handle = lambda *_: None
     storage.open_stores = lambda *_: world.stores()
     StagingObserver._watch = lambda _: None  # type: ignore[method-assign, assignment]

@@ -97,9 +97,6 @@ NOT_FOUND = (
     # All files are smaller than a window of the download.
     Mutant("swansong_bucket.transfer.reader",
            "offset = place.offset_bytes + start - place.at_bytes", "offset = place.offset_bytes"),
-    # The target of a single rank is its next step.
-    Mutant("swansong._ranks.agreement", "        if step < active.target:\n            return None",
-           "        if False:\n            return None"),
     # A power cut, or a fault of the metadata service, must fall into a short time: not found yet.
     Mutant("swansong._checkpoint.staging", "        if durable:\n            os.fsync(directory_fd)\n", ""),
     Mutant("swansong._checkpoint.staging",

@@ -19,6 +19,7 @@ import queue
 import random
 import select
 import selectors
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -343,6 +344,13 @@ def _urandom(size: int) -> bytes:
     return _REAL_URANDOM(size) if schedule is None else schedule.random.randbytes(size)
 
 
+def fix_hashes() -> None:
+    """Start this process again unless its hash seed is 0: the order of a set depends on hashes of strings."""
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        again = [sys.executable, *sys.orig_argv[1:]]
+        os.execve(sys.executable, again, {**os.environ, "PYTHONHASHSEED": "0"})
+
+
 def install() -> None:
     """Replace the functions.  Called once in a process."""
     module: Any = threading
@@ -368,4 +376,5 @@ def install() -> None:
         setattr(time, name, clock)
     module._time = monotonic
     queue.time = monotonic  # type: ignore[attr-defined]
+    queue.SimpleQueue = queue._PySimpleQueue  # type: ignore[attr-defined, misc]
     random._urandom = _urandom  # type: ignore[attr-defined]
