@@ -348,6 +348,7 @@ class HostileUser:
                 values: dict[str, list[Any]] = {
                     "Id": self._ids,
                     "StartId": self._ids,
+                    "GivenId": self._ids,
                     "Text": ["", RUN],
                     "Flag": [True, False],
                     "Report": [{}],

@@ -34,6 +34,7 @@ BY_TYPE: dict[str, st.SearchStrategy[Any]] = {
     "Metric": st.floats(-bounds.METRIC_MAX, bounds.METRIC_MAX),
     "Flag": st.booleans(),
     "Id": ID,
+    "GivenId": ID.filter(bool),
     "StartId": ID.filter(lambda start_id: not start_id.startswith(fields.PROCESS_PREFIX)),
     "Text": TEXT,
     "PathText": TEXT,

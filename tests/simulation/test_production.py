@@ -42,7 +42,7 @@ def run(first: int, count: int, world: str = "production", **environment: str) -
 
 
 def happened_in(lines: list[str]) -> set[str]:
-    """What has happened in all seeds; fails with the problems of the first seed that has some."""
+    """The events of all seeds; fails with the problems of the first seed that has some."""
     happened: set[str] = set()
     for line in lines:
         result = json.loads(line)

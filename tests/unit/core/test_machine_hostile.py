@@ -53,6 +53,7 @@ EDGES: dict[str, st.SearchStrategy[Any]] = {
     "Text": st.sampled_from(["", "why", "x" * bounds.TEXT_CHARS_MAX]),
     "PathText": st.just("step-1"),
     "Id": st.sampled_from(IDS),
+    "GivenId": st.sampled_from([each for each in IDS if each]),
     "StartId": st.sampled_from(IDS),
 }
 SAID = (
