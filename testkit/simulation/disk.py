@@ -56,10 +56,12 @@ def _inode(path: Any) -> int:
 
 
 def _content(path: Any, dir_fd: int | None = None) -> bytes:
-    """The bytes of a file; none of a directory."""
+    """The bytes of a file; none of any other entry: a hostile user makes pipes, sockets and links."""
+    if not stat.S_ISREG(os.stat(path, dir_fd=dir_fd, follow_symlinks=False).st_mode):
+        return b""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=dir_fd)
     try:
-        return b"" if os.path.isdir(f"/proc/self/fd/{fd}") else os.pread(fd, 2**24, 0)
+        return os.pread(fd, 2**24, 0)
     finally:
         os.close(fd)
 
@@ -207,6 +209,8 @@ class Disk:
             if parent is not directory:
                 continue
             target, source = path / name, alive.get(node)
+            if source is not None and not (source.is_dir() or source.is_file()):
+                continue  # a pipe, a socket, or a link without a target
             if node.is_directory:
                 target.mkdir()
                 self._write(node, target, alive, random)
