@@ -646,6 +646,10 @@ class HostileWorld(World):
         if not step and before[1] and not self.has_user:
             self.problems.append(f"{vm.name} started from scratch after {before[1]} commits")
 
+    def check_kept(self, what: str, earlier: str, earlier_step: int, line: str, step: int) -> None:
+        if self.is_exact:
+            super().check_kept(what, earlier, earlier_step, line, step)
+
     def log(self, event: dict[str, Any]) -> None:
         super().log(event)
         is_disk_error = event["event"] == "staging_scan_failed" and self.vm.disk_good_at_s

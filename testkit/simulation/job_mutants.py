@@ -17,8 +17,6 @@ MUTANTS = (
     Mutant("swansong._ranks.agreement", "        if self.world_size == 1:\n", "        if True:\n"),
     Mutant("swansong._ranks.rounds", "max(int(value) for value in steps) + 1",
            "min(int(value) for value in steps)"),
-    Mutant("swansong._ranks.rounds",
-           "            self._rendezvous.send(PeerRequest(call.id, call.reason, call.seconds_left))\n", ""),
     Mutant("swansong._ranks.rendezvous", "nonce, begun_mono_s = secrets.token_hex(8),",
            'nonce, begun_mono_s = f"{self.ranks.rank:016}",'),
     Mutant("swansong._checkpoint.restore", "                if _named(found) != choice:",
@@ -31,6 +29,9 @@ MUTANTS = (
 )  # fmt: skip
 """Numbered from 0.  Each is found within 20 seeds."""
 NOT_FOUND = (
+    # Each daemon of the job must miss the notice of the other VM, and have none itself.
+    Mutant("swansong._ranks.rounds",
+           "            self._rendezvous.send(PeerRequest(call.id, call.reason, call.seconds_left))\n", ""),
     # One VM must have two ranks, and the request must reach only one of them before its step ends.
     Mutant("swansongd.core.request", "max(request.accepted.values()) + 1",
            "min(request.accepted.values())"),

@@ -51,8 +51,6 @@ MUTANTS = (
            "TrainerAccepted(connection, message.request_id, max(-1, message.step - 3))"),
     Mutant("swansong._checkpoint.staging",
            "                if durable:\n                    os.fsync(fd)\n", ""),
-    Mutant("swansong._checkpoint.staging", "    if durable:\n        os.fsync(run_fd)\n", ""),
-    Mutant("swansongd.sources.aws", "        if answer.status not in (200, 404):\n", "        if False:\n"),
     Mutant("swansongd.sources.aws",
            "answer.body, asked.by_server_clock(answer), self", "answer.body, asked, self"),
     Mutant("swansongd.sources.azure",
@@ -98,6 +96,8 @@ NOT_FOUND = (
     Mutant("swansong_bucket.transfer.reader",
            "offset = place.offset_bytes + start - place.at_bytes", "offset = place.offset_bytes"),
     # A power cut, or a fault of the metadata service, must fall into a short time: not found yet.
+    Mutant("swansong._checkpoint.staging", "    if durable:\n        os.fsync(run_fd)\n", ""),
+    Mutant("swansongd.sources.aws", "        if answer.status not in (200, 404):\n", "        if False:\n"),
     Mutant("swansong._checkpoint.staging", "        if durable:\n            os.fsync(directory_fd)\n", ""),
     Mutant("swansong._checkpoint.staging",
            "_put(layout.rank_manifest_name(rank), manifest, partial_fd, durable=durable)",
