@@ -21,10 +21,11 @@ MUTANTS = (
            "            if connection.peer.uid in (0, os.geteuid()):\n                self._answer(message",
            "            if True:\n                self._answer(message"),
     Mutant("swansong.fields", "None if is_null else field_type.check(value, item.name)", "value"),
-    Mutant("swansong.bounds", "except (ValueError, RecursionError) as error:", "except ValueError as error:"),
 )  # fmt: skip
 """Numbered from 0.  Each is found within 20 seeds."""
 NOT_FOUND = (
+    # A user must send JSON that is nested deeply enough.
+    Mutant("swansong.bounds", "except (ValueError, RecursionError) as error:", "except ValueError as error:"),
     # A daemon without a claim must start after the last generation was planted.
     Mutant("swansong_bucket.runs.catalog", "    if generation > GENERATION_MAX:\n        return None\n", ""),
     # A planted commit must be the newest one when a VM boots, and name a bad object for the constant file.

@@ -53,8 +53,6 @@ MUTANTS = (
            "                if durable:\n                    os.fsync(fd)\n", ""),
     Mutant("swansongd.sources.aws",
            "answer.body, asked.by_server_clock(answer), self", "answer.body, asked, self"),
-    Mutant("swansongd.sources.azure",
-           "if self.kind_of(each) and each.concerns(self._vm_name)", "if self.kind_of(each)"),
 )  # fmt: skip
 """Numbered from 0.  Each is found within 20 seeds."""
 NOT_FOUND = (
@@ -98,6 +96,8 @@ NOT_FOUND = (
     # A power cut, or a fault of the metadata service, must fall into a short time: not found yet.
     Mutant("swansong._checkpoint.staging", "    if durable:\n        os.fsync(run_fd)\n", ""),
     Mutant("swansongd.sources.aws", "        if answer.status not in (200, 404):\n", "        if False:\n"),
+    Mutant("swansongd.sources.azure",
+           "if self.kind_of(each) and each.concerns(self._vm_name)", "if self.kind_of(each)"),
     Mutant("swansong._checkpoint.staging", "        if durable:\n            os.fsync(directory_fd)\n", ""),
     Mutant("swansong._checkpoint.staging",
            "_put(layout.rank_manifest_name(rank), manifest, partial_fd, durable=durable)",
