@@ -105,7 +105,8 @@ fuzz: $(STAMP)  ## fuzz the parsers of external input, with EXAMPLES=5000 inputs
 SEEDS ?= 200
 
 simulate: $(STAMP)  ## run the simulations with SEEDS=200 seeds each
-	SWANSONG_SEEDS=$(SEEDS) SWANSONG_FOLLOW_UP_SEEDS=$(SEEDS) SWANSONG_PRODUCTION_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n 2 --dist worksteal \
+	SWANSONG_SEEDS=$(SEEDS) SWANSONG_FOLLOW_UP_SEEDS=$(SEEDS) SWANSONG_PRODUCTION_SEEDS=$(SEEDS) \
+		SWANSONG_HOSTILE_SEEDS=$(SEEDS) SWANSONG_JOB_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n 2 --dist worksteal \
 		--timeout=$$((600 + 10 * $(SEEDS))) tests/simulation $(PYTEST_ARGS)
 
 JAX := build/jax/.installed

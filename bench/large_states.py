@@ -115,7 +115,7 @@ def plot(rows: dict[float, dict[str, float]], path: Path) -> None:
     mpl.use("svg")
     import matplotlib.pyplot as plt  # noqa: PLC0415
 
-    mpl.rcParams.update({"svg.hashsalt": "swansong", "font.size": 9})
+    mpl.rcParams.update({"svg.hashsalt": "swansong", "svg.fonttype": "none", "font.size": 9})
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained", sharey=True)
     shares = [size_bytes / 1e9 for size_bytes in rows]
     drawn = ("training that is repeated", REDONE), ("time without training", COLUMNS[6:])

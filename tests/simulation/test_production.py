@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seeded runs of the production daemon and the production hooks on a simulated clock.
 
-``SWANSONG_PRODUCTION_SEEDS=500`` runs more of them, ``SWANSONG_HOSTILE_SEEDS=500`` more with an adversary.
-``SWANSONG_SEED=17`` starts at that seed.  A failure names its seed.
+``SWANSONG_PRODUCTION_SEEDS=500`` runs more of them, ``SWANSONG_HOSTILE_SEEDS=500`` more with an adversary,
+and ``SWANSONG_JOB_SEEDS=500`` more jobs of several VMs.  ``SWANSONG_SEED=17`` starts at that seed.  A failure
+names its seed.
 """
 
 from __future__ import annotations
