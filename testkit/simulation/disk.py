@@ -220,7 +220,9 @@ class Disk:
             if source is None:
                 target.chmod(node.mode & 0o7777)
             else:
-                shutil.copystat(source, target)
+                facts = source.stat()
+                target.chmod(facts.st_mode & 0o7777)
+                os.utime(target, ns=(facts.st_atime_ns, facts.st_mtime_ns))
 
 
 def _torn(written: bytes, synced: bytes | None, random: Random) -> bytes:
