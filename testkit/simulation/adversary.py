@@ -159,7 +159,7 @@ class BucketWriter:
         return [f"{match[1]}.json" if (match := SIGNED.fullmatch(name)) else name for name in names]
 
     def _chosen(self, folder: str) -> tuple[str, dict[str, Any]]:
-        """The key and the content of a record below a folder; empty if there is none that can be read."""
+        """The key and the content of a record below a folder; empty if no record there can be read."""
         names = [
             name for name in sorted(self._store.objects) if name.startswith(f"{RUN}/{folder}/")
         ]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The metadata service of a simulated VM: the emulators and their faults, on the simulated clock.
 
-The sources of the daemon, their HTTP client and its parser are those of production.  Only the connection is
+The daemon's sources, their HTTP client and its parser are the production code.  Only the connection is
 replaced, by a pair of sockets whose reads wait in the schedule.  The service has its own wall clock.
 """
 
@@ -49,7 +49,7 @@ class _Socket(socket.socket):
         self.limit_s = value
 
     def setsockopt(self, *_: Any) -> None:
-        """The options are those of TCP."""
+        """Accept the options that the client sets for TCP."""
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
         poll = select.poll()

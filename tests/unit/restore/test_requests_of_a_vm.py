@@ -93,7 +93,7 @@ def newest(store: Counted) -> catalog.Commit:
 def test_the_reads_of_one_vm_do_not_grow_with_the_number_of_vms(tmp_path: Path, vms: int) -> None:
     """Its daemon reads a sample for the health of the GPUs, and one manifest each for dates and history.
 
-    The restore reads two: of node 0, and of its own ranks.
+    The restore reads two manifests: the one of node 0, and the one of its ranks.
     """
     store = store_of(tmp_path / "bucket", vms)
     own = tmp_path / "own"

@@ -401,3 +401,18 @@ def test_a_foreign_entry_is_moved_aside_and_reported(tmp_path: Path) -> None:
     assert (held.path / line["to"]).read_text() == "planted"
     assert stat.S_IMODE(held.own.stat().st_mode) == 0o700
     held.release()
+
+
+@pytest.mark.fault("D06")
+def test_a_power_cut_cannot_lose_the_directory_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its entry in staging is synced before trainers seal sets in it."""
+    synced: list[tuple[int, bool]] = []
+
+    def fsync(fd: int) -> None:
+        synced.append((os.fstat(fd).st_ino, (tmp_path / "run").exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    prepare(tmp_path, "run").release()
+    assert (tmp_path.stat().st_ino, True) in synced

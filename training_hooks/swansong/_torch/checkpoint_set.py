@@ -25,7 +25,7 @@ _FILE = re.compile(r"[A-Za-z0-9_]{1,64}-[0-9]{5,9}\.safetensors")
 _Chunk = tuple[int, torch.Size, StoredTensor]
 """A part of a tensor: the rank that wrote it, its offsets and its place."""
 _Part = tuple[torch.Tensor, Sequence[int], Sequence[int], StoredTensor]
-"""Memory of this rank to fill, its offsets in the whole tensor, and those of the stored part."""
+"""Memory of this rank to fill, its offsets in the whole tensor, and the offsets of the stored part."""
 
 
 class CheckpointSet:
