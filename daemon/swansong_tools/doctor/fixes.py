@@ -194,9 +194,9 @@ def directory(path: Path, mode: str, *, installed: bool = False) -> str:
 
 
 def edit(path: Path) -> str:
-    """Open a file of root in an editor; ``swansong run`` would overwrite a change in the file that it writes."""
+    """Open a file of root in an editor; ``swansong run`` would overwrite a change in the file it writes."""
     if is_of_run(path):
-        return "# give swansong run other options, or a configuration of your own with --config"
+        return "# give swansong run other options, or your configuration file with --config"
     return f"sudoedit {quoted(path)}"
 
 
