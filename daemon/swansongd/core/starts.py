@@ -467,9 +467,7 @@ def _due(state: State) -> Start | None:
 
     The first scan may find older ones.
     """
-    if state.staging.first_scan_mono_s is None or (
-        state.starts.fenced_by is not None and not state.spans_vms
-    ):
+    if state.staging.first_scan_mono_s is None:
         return None
     with_sets = {staged.id.start for staged in state.uncommitted}
     known, claiming = state.starts.known, state.start_of(state.starts.claiming)
@@ -627,8 +625,9 @@ def close(transition: Transition, start_ids: Iterable[str]) -> None:
 def record_fence(transition: Transition, event: FenceFound) -> None:
     """Another VM has taken the run over.
 
-    A job over several VMs may start again here; otherwise the daemon ends.  A start that is known from its
-    sets only may be overtaken by a later start of this VM, whose record was lost: that start alone is over.
+    A job over several VMs may start again here, also on this VM alone; otherwise the daemon ends.  A start
+    that is known from its sets only may be overtaken by a later start of this VM, whose record was lost: that
+    start alone is over.
     """
     state, generation = transition.state, event.generation
     refused = state.start_of(event.start_id)
@@ -638,11 +637,14 @@ def record_fence(transition: Transition, event: FenceFound) -> None:
         return
     if not event.is_news(max(state.generation or 0, state.starts.fenced_by or 0)):
         return
+    is_shared = state.spans_vms or any(
+        start.is_open and start.nodes > 1 for start in state.starts.known
+    )
     close(transition, (start.id for start in state.starts.known))
     transition.log("error", "fenced", generation=state.generation, newer_generation=generation)
     transition.do(Send(Fenced(generation)))
     _put(transition, replace(transition.state.starts, fenced_by=generation))
-    if event.in_mirror or not state.spans_vms:
+    if event.in_mirror or not is_shared:
         reason = f"generation {generation} has taken the run over"
         course.leave(transition, EXIT_FENCED, reason)
 

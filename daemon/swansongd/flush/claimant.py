@@ -87,7 +87,7 @@ class Claimant:
         A claim that was only requested is left to the ranks of its start.
 
         Raises:
-            FencedError: another VM has taken the run over since this boot claimed it.
+            FencedError: another VM has taken the run over since this boot claimed it for this VM alone.
         """
         last = self._newest_claimed()
         if last is None:
@@ -107,9 +107,9 @@ class Claimant:
         try:
             commit.ensure_not_fenced(self._store, self._keys, claim, own=self.own)
         except FencedError:
-            if is_of_boot:
+            if is_of_boot and last.nodes == 1:
                 raise
-            return None  # another VM has continued the run since this disk was used
+            return None  # only another start may continue the run here
         self.newest = claim
         return commit.Claim(claim, honours_if_absent=True)
 
@@ -124,8 +124,9 @@ class Claimant:
     def claim(self, request: ClaimGeneration) -> commit.Claim:
         """Claim the next generation for a start, or find the claim that it has.
 
-        A start over several VMs takes the run over.  One on this VM alone does not take it back from another
-        VM: a trainer in a crash loop would do so without end.
+        A start over several VMs takes the run over, and so does the next one on this VM: the launcher of the
+        job decides who trains.  A start on one VM does not take the run back from another VM after an earlier
+        one on this VM alone: a trainer in a crash loop would do so without end.
         """
         start_id, nodes = request.start_id, request.nodes
         held = self._ensure_not_overtaken(start_id) if nodes == 1 else 0

@@ -65,10 +65,10 @@ class Node(Story):
         self.join_one_of(2, step=step)
         self.tell(StartBegun(1, start_id))
 
-    def begin_again(self, start_id: str = "second") -> None:
+    def begin_again(self, start_id: str = "second", *, nodes: int = 2) -> None:
         """The job starts again, with other processes."""
         self.leave()
-        self.join_one_of(2, pid=200)
+        self.join_one_of(nodes, pid=200)
         self.tell(StartBegun(1, start_id))
 
     def join_one_of(self, nodes: int, *, step: int = 7, pid: int = 100, start_id: str = "") -> None:
@@ -117,8 +117,12 @@ def started() -> Node:
     return node
 
 
-def test_a_fence_between_two_starts_does_not_end_the_daemon() -> None:
-    """Another VM may join the next start first: the daemon stops writing, and waits for its ranks."""
+@pytest.mark.parametrize("nodes", [2, 1])
+def test_a_fence_between_two_starts_does_not_end_the_daemon(nodes: int) -> None:
+    """The daemon stops writing, and waits for its ranks: the job's launcher decides who trains next.
+
+    Another VM may join the next start first, or this VM alone is left of the job.
+    """
     node = started()
     node.seal_part(10)
     node.tell(FenceFound(4))
@@ -126,7 +130,7 @@ def test_a_fence_between_two_starts_does_not_end_the_daemon() -> None:
     assert node.all(CancelFlush)
     node.wait(60)
     assert node.flushes == [10]
-    node.begin_again()
+    node.begin_again(nodes=nodes)
     node.seal_part(11)
     assert node.last(StartFlush).generation == 4
     assert node.state.starts.fenced_by is None
@@ -526,6 +530,19 @@ def test_a_job_with_one_vm_left_finishes_first_and_then_begins() -> None:
     node.complete()
     assert node.last(ClaimGeneration) == ClaimGeneration("alone", began_ticks=1200)
     assert node.state.commits.last_complete == CommitRef(3, 9)
+
+
+def test_a_job_with_one_vm_left_that_was_overtaken_may_start_again() -> None:
+    """The fence is found while the daemon still commits a set of the earlier start."""
+    node = started()
+    node.seal_part(9)
+    node.leave()
+    node.join_one_of(1, pid=200, start_id="alone")
+    node.tell(FenceFound(4))
+    assert not node.all(Exit)
+    node.leave()
+    node.join_one_of(1, pid=300, start_id="again")
+    assert node.last(ClaimGeneration).start_id == "again"
 
 
 def test_a_part_that_is_not_whole_in_time_ends_with_its_job() -> None:

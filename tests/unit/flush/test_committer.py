@@ -568,6 +568,16 @@ def test_a_restarted_daemon_is_fenced_by_a_newer_claim_of_another_vm(rig: Commit
     assert stored(rig, KEYS.generations)[-1] == KEYS.generation(2)
 
 
+def test_a_job_over_several_vms_may_continue_alone_on_an_overtaken_vm(rig: CommitterRig) -> None:
+    """Its launcher decides who trains, so the next start claims, also after a restart of the daemon."""
+    with rig.committer() as committer:
+        committer.claim(ClaimGeneration(START, nodes=2))
+        assert rig.next() == GenerationClaimed(START, 1, None)
+    assert of_another_vm(rig) == 2
+    assert rig.started() == [RunRead(None)]
+    assert rig.claimed("alone") == 3
+
+
 def test_a_claim_that_cannot_be_recorded_is_still_valid(rig: CommitterRig) -> None:
     """The next daemon does not know the start until its ranks ask again."""
     shutil.rmtree(rig.own)
