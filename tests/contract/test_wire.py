@@ -701,6 +701,32 @@ def test_an_outlier_is_cut_once(plain: Place, monkeypatch: pytest.MonkeyPatch) -
     until(lambda: all(one.is_over for one in (again, *fast)), what="the end")
 
 
+@pytest.mark.fault("O02")
+def test_a_small_request_without_an_answer_is_cut_once(
+    plain: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second attempt is faster as a rule.  It and a large request get the whole time for a response."""
+    monkeypatch.setattr(pool, "_LATE_S", 0.1)
+    answers = threading.Event()
+
+    def script(peer: Peer) -> None:
+        peer.request()
+        answers.wait(20)
+        peer.answer(200, b"fine")
+
+    _, wire = plain.both(script, first_byte_s=20)
+    with pytest.raises(Transient, match="no answer"):
+        wire.request("GET", "/a", {})
+    again = Running(lambda: wire.request("GET", "/a", {}))
+    large = Running(lambda: wire.request("PUT", "/b", {}, body=Body(bytes(2**20))))
+    with pytest.raises(Transient, match="no answer"):
+        wire.request("GET", "/c", {})
+    assert not any(each.is_over for each in (again, large))
+    answers.set()
+    until(lambda: again.is_over and large.is_over, what="the answers")
+    assert [again.error, large.error] == [None, None]
+
+
 # ---------------------------------------------------------------- bodies and sinks
 
 

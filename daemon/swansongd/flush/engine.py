@@ -33,7 +33,7 @@ from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
 from swansongd.flush.active import ActiveFlush
 from swansongd.flush.known import KnownChunks
 from swansongd.flush.layout import ChunkLayout, size_of
-from swansongd.flush.queue import UploadQueue
+from swansongd.flush.queue import ChunkTimes, UploadQueue
 from swansongd.flush.reading import Cancelled
 from swansongd.flush.sender import ChunkSender, chunk_nonce
 from swansongd.flush.tasks import FindWork, FinishSet, StoreChunk, Task
@@ -62,7 +62,7 @@ class FlushEngine:
         layout: decides which bytes share a chunk, and how many chunks are in flight at most.
         created: takes each chunk that was created, and its bytes.
         nonce: returns a new nonce for the key of a chunk.
-        monotonic: the clock of the concurrency limit.
+        monotonic: the clock.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class FlushEngine:
         self._monotonic = monotonic
         self._cpus = len(os.sched_getaffinity(0))
         self._limit = ConcurrencyLimit(layout.connections)
+        self._times = ChunkTimes()
         self._lock = threading.Lock()
         self._has_work = threading.Condition(self._lock)
         self._has_begun = threading.Condition(self._lock)
@@ -145,7 +146,7 @@ class FlushEngine:
         others = [checkpoint for checkpoint, queue in self._queues.items() if queue is not active]
         for checkpoint in others[: len(self._queues) - SETS_MAX + 1]:
             del self._queues[checkpoint]
-        made = self._queues[staged.id] = UploadQueue(generation, self._layout)
+        made = self._queues[staged.id] = UploadQueue(generation, self._layout, self._times)
         return made
 
     def _deactivate(self) -> None:
@@ -191,23 +192,23 @@ class FlushEngine:
         if self._ordered is not None and not self._is_beginning:
             self._is_beginning = True
             return self._ordered, FindWork()
-        active = self._active
-        if active is None or not self._admits_worker(active):
+        active, now_mono_s = self._active, self._monotonic()
+        if active is None or not self._admits_worker(active, now_mono_s):
             return None
-        task = active.queue.next_task()
+        task = active.queue.next_task(now_mono_s)
         return None if task is None else (active, task)
 
-    def _admits_worker(self, active: ActiveFlush) -> bool:
-        in_flight_bytes = self._in_flight_bytes + active.queue.next_bytes
+    def _admits_worker(self, active: ActiveFlush, now_mono_s: float) -> bool:
+        in_flight_bytes = self._in_flight_bytes + active.queue.next_bytes(now_mono_s)
         has_memory = in_flight_bytes <= BUFFERS_BYTES_MAX or active.queue.in_flight < 2
         return active.workers < self._limit.now and has_memory
 
     def _wake_one(self) -> None:
         """Wake one worker if it may take a task.  That worker wakes the next one."""
-        active = self._active
-        if not self._idle or active is None or not active.queue.has_task():
+        active, now_mono_s = self._active, self._monotonic()
+        if not self._idle or active is None or not active.queue.has_task(now_mono_s):
             return
-        if self._admits_worker(active):
+        if self._admits_worker(active, now_mono_s):
             self._has_work.notify()
 
     def _carry_out(self, flush: ActiveFlush, task: Task) -> bool:
@@ -243,7 +244,7 @@ class FlushEngine:
             elif isinstance(task, StoreChunk):
                 # A newer flush of the set may be able to read the file.
                 is_deferred = not is_readable and self._active is flush
-                flush.queue.finish(task, is_deferred=is_deferred)
+                flush.queue.finish(task, self._monotonic(), is_deferred=is_deferred)
             self._close_if_over(flush)
 
     def _begin(self, flush: ActiveFlush) -> None:

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from swansong_bucket.model import Chunk, Extent, Staged, StagedFile, StoredShard
@@ -12,6 +13,30 @@ from swansong_bucket.model import Chunk, Extent, Staged, StagedFile, StoredShard
 from swansongd.flush.known import KnownChunks
 from swansongd.flush.layout import ChunkLayout, Piece, Pieces, size_of
 from swansongd.flush.tasks import FinishSet, StoreChunk
+
+LATE_SHARE = 3.0
+"""A chunk in flight is late after this multiple of the median time of the last ones ..."""
+LATE_S_MIN = 0.5
+"""... and after this time at the earliest."""
+ATTEMPTS_MAX = 2
+"""Attempts of one chunk at the same time."""
+
+
+class ChunkTimes:
+    """How long the last chunks have taken, from their read to the answer of the store."""
+
+    def __init__(self) -> None:
+        self._took_s: deque[float] = deque(maxlen=32)
+
+    def add(self, took_s: float) -> None:
+        self._took_s.append(took_s)
+
+    @property
+    def late_s(self) -> float | None:
+        """After this time a chunk is late; None if nothing is known."""
+        if not self._took_s:
+            return None
+        return max(LATE_S_MIN, LATE_SHARE * statistics.median(self._took_s))
 
 
 @dataclass(slots=True)
@@ -30,23 +55,28 @@ class UploadQueue:
     :meth:`wants`.  A queue outlives the flushes of its set.  So a set that another one interrupted
     resumes, and files that were sent while the set was still being written are not read again.
 
+    When no chunk of a sealed set waits any more, one that is late is handed out once more: the answer of a
+    store sometimes takes many times longer than usual.  The first attempt that succeeds counts, and the other
+    one then ends, because its bytes are not wanted any more.
+
     Args:
         generation: of the start that sealed the set.
         layout: decides which bytes share a chunk.
+        times: shared by the sets of the run.
     """
 
-    def __init__(self, generation: int, layout: ChunkLayout) -> None:
+    def __init__(self, generation: int, layout: ChunkLayout, times: ChunkTimes) -> None:
         self.generation = generation
         self.bytes_stored = 0
         self._layout = layout
+        self._times = times
         self._files: dict[str, _File] = {}
         self._is_open = False
         self._is_sealed = False
         self._is_finishing = False
         self._waiting: deque[Pieces] = deque()
-        self.in_flight = 0
-        """Chunks that workers read or send."""
-        self._in_flight: set[Piece] = set()
+        self._attempts: dict[Pieces, list[StoreChunk]] = {}
+        """Chunks that workers read or send, the oldest first, and the attempts of each one."""
         self._left = 0
         """Pieces that are not stored."""
 
@@ -69,7 +99,8 @@ class UploadQueue:
         self.bytes_stored = sum(piece.size_bytes for piece in stored)
         missing = [p for each in self._files.values() for p in each.pieces if p not in each.extents]
         self._left = len(missing)
-        waiting = [piece for piece in missing if piece not in self._in_flight]
+        in_flight = {piece for pieces in self._attempts for piece in pieces}
+        waiting = [piece for piece in missing if piece not in in_flight]
         small = [piece for piece in waiting if self._layout.is_small(piece.file)]
         # The shared chunks come last: small requests end at the same time.
         self._waiting = deque((p,) for p in waiting if not self._layout.is_small(p.file))
@@ -81,31 +112,50 @@ class UploadQueue:
 
     def wants(self, piece: Piece) -> bool:
         """Whether these bytes are still needed.  Callable without the lock."""
-        each = self._files.get(piece.file.path)
-        return self._is_open and each is not None and each.file == piece.file
+        return self._is_open and self._is_missing(piece)
 
     @property
-    def next_bytes(self) -> int:
-        """Size of the next chunk; 0 if none waits."""
-        return size_of(self._waiting[0]) if self._waiting else 0
+    def in_flight(self) -> int:
+        """Attempts of all chunks that workers read or send."""
+        return sum(map(len, self._attempts.values()))
 
-    def has_task(self) -> bool:
+    def next_bytes(self, now_mono_s: float) -> int:
+        """Size of the next chunk; 0 if there is none."""
+        return size_of(self._next(now_mono_s))
+
+    def has_task(self, now_mono_s: float) -> bool:
         """Whether :meth:`next_task` would return a task."""
         if not self._is_open or self._is_finishing:
             return False
-        return bool(self._waiting) or (self._is_sealed and not self._left)
+        return bool(self._next(now_mono_s)) or (self._is_sealed and not self._left)
 
-    def next_task(self) -> StoreChunk | FinishSet | None:
+    def next_task(self, now_mono_s: float) -> StoreChunk | FinishSet | None:
         """The next task; None when none can begin now."""
-        if not self.has_task():
+        if not self.has_task(now_mono_s):
             return None
-        if self._waiting:
-            pieces = self._waiting.popleft()
-            self._in_flight.update(pieces)
-            self.in_flight += 1
-            return StoreChunk(pieces)
+        if pieces := self._next(now_mono_s):
+            if self._waiting:
+                self._waiting.popleft()
+            task = StoreChunk(pieces, now_mono_s)
+            self._attempts.setdefault(pieces, []).append(task)
+            return task
         self._is_finishing = True
         return FinishSet()
+
+    def _next(self, now_mono_s: float) -> Pieces:
+        """The next chunk that waits, or else one that is late; empty if there is none."""
+        if self._waiting:
+            return self._waiting[0]
+        return next(self._late(now_mono_s), ()) if self._is_sealed else ()
+
+    def _late(self, now_mono_s: float) -> Iterator[Pieces]:
+        late_s = self._times.late_s
+        if late_s is None:
+            return
+        for pieces, attempts in self._attempts.items():
+            is_late = now_mono_s - attempts[0].begun_mono_s > late_s
+            if is_late and len(attempts) < ATTEMPTS_MAX and any(map(self._is_missing, pieces)):
+                yield pieces
 
     def stored(self, extents: Mapping[Piece, Extent]) -> None:
         """Note that these pieces are stored."""
@@ -116,7 +166,7 @@ class UploadQueue:
                 self.bytes_stored += piece.size_bytes
                 self._left -= 1
 
-    def finish(self, task: StoreChunk, *, is_deferred: bool = False) -> None:
+    def finish(self, task: StoreChunk, now_mono_s: float, *, is_deferred: bool = False) -> None:
         """Take a task back from its worker, and queue again what is not stored.
 
         The worker does not know that: the queue may have been opened again since it looked.
@@ -124,9 +174,16 @@ class UploadQueue:
         Args:
             is_deferred: a file cannot be read now; the next :meth:`open` tries again.
         """
-        self._in_flight.difference_update(task.pieces)
-        self.in_flight -= 1
+        attempts = self._attempts.get(task.pieces, [])
+        if task not in attempts:
+            return  # another attempt has stored the chunk
         missing = tuple(piece for piece in task.pieces if self._is_missing(piece))
+        attempts.remove(task)
+        if not missing:
+            self._times.add(now_mono_s - task.begun_mono_s)
+        elif attempts:
+            return
+        del self._attempts[task.pieces]
         if missing and not is_deferred:
             self._waiting.appendleft(missing)
 

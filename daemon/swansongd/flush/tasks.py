@@ -18,6 +18,7 @@ class StoreChunk:
     """Read the pieces of a chunk, and name a stored chunk with these bytes, or create one."""
 
     pieces: Pieces
+    begun_mono_s: float
 
 
 @dataclass(frozen=True, slots=True)

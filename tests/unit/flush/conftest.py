@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from swansongd.flush import queue
 
 from testkit.flush_rig import FlushRig
 from testkit.waiting import until
@@ -19,6 +21,12 @@ def no_flush_outlives_its_test() -> Iterator[None]:
     for engine in FlushRig.engines:
         for flush in filter(None, (engine._ordered, engine._active)):
             engine.cancel(flush.flush_id)
+
+
+@pytest.fixture
+def nothing_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a loaded machine a chunk may be late, and would be sent twice."""
+    monkeypatch.setattr(queue, "LATE_S_MIN", math.inf)
 
 
 @pytest.fixture

@@ -23,12 +23,14 @@ from swansong_bucket.stores.base import Body
 from swansong_bucket.util.concurrency import FIRST
 from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
 from swansongd.flush import engine as engines
-from swansongd.flush import reading
+from swansongd.flush import queue, reading
 from swansongd.staging.scan import SetDirectory
 
 from testkit.flush_rig import CHUNK, SET, FlushRig, is_named, keys_of, noise, staged_set
 from testkit.memory_store import WINDOW_BYTES
 from testkit.waiting import until
+
+pytestmark = pytest.mark.usefixtures("nothing_is_late")
 
 SMALL = CHUNK // 4
 EDGES = (0, 1, SMALL - 1, SMALL, SMALL + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK)
@@ -282,6 +284,24 @@ def test_flushed_is_posted_after_every_request(flush: FlushRig) -> None:
     assert not any(isinstance(event, Flushed) for event in flush.events.queue)
     held.set()
     assert isinstance(flush.outcome(), Flushed)
+
+
+@pytest.mark.fault("O02")
+def test_a_chunk_whose_request_hangs_is_sent_once_more(
+    flush: FlushRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The set is stored without the answer, and the first request changes nothing when it ends."""
+    monkeypatch.setattr(queue, "LATE_S_MIN", 0.1)
+    let_go, hangs, last = threading.Event(), count(), noise(CHUNK, 9)
+    flush.store.before = lambda _, key: is_named(key, last) and not next(hangs) and let_go.wait(20)
+    staged = staged_set(flush.run_directory, {"a": noise(5 * CHUNK), "b": last})
+    done = flush.flushed(staged)
+    assert done.shards[1].extents[0].chunk.key in flush.store.objects
+    assert sum(is_named(key, last) for key in flush.store.objects) == 1
+    let_go.set()
+    flush.wait_until_idle()
+    assert sum(is_named(key, last) for key in flush.store.objects) <= 2
+    assert all(isinstance(event, FlushProgress) for event in flush.events.queue)
 
 
 # ---------------------------------------------------------------------- memory and descriptors

@@ -27,6 +27,8 @@ from swansongd.flush.sender import chunk_nonce
 from testkit.flush_rig import CHUNK, SET, FlushRig, found_set, keys_of, noise, staged_set
 from testkit.waiting import until
 
+pytestmark = pytest.mark.usefixtures("nothing_is_late")
+
 PARTIAL = f"{SET}.partial"
 HOUR_S = 3600.0
 

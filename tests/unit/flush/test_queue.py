@@ -26,7 +26,7 @@ from swansongd.flush.layout import (
     ChunkLayout,
     size_of,
 )
-from swansongd.flush.queue import UploadQueue
+from swansongd.flush.queue import LATE_S_MIN, LATE_SHARE, ChunkTimes, UploadQueue
 from swansongd.flush.tasks import FinishSet, StoreChunk
 
 from testkit.committed import chunk_of
@@ -124,20 +124,24 @@ class Queue(UploadQueue):
     """A queue whose chunks a test stores without a store."""
 
     def __init__(self, known: KnownChunks) -> None:
-        super().__init__(1, LAYOUT)
+        super().__init__(1, LAYOUT, ChunkTimes())
         self._known = known
+        self.now = 0.0
 
     def reopen(self, set_: Staged, *, is_sealed: bool = True) -> None:
         self.open(set_, is_sealed=is_sealed, known=self._known)
 
     def take(self) -> StoreChunk:
-        task = self.next_task()
+        task = self.next_task(self.now)
         assert isinstance(task, StoreChunk), task
         return task
 
     def store(self, task: StoreChunk) -> None:
         self.note(task)
-        self.finish(task)
+        self.give_back(task)
+
+    def give_back(self, task: StoreChunk, *, is_deferred: bool = False) -> None:
+        self.finish(task, self.now, is_deferred=is_deferred)
 
     def note(self, task: StoreChunk) -> None:
         data = repr(task.pieces).encode()
@@ -163,12 +167,12 @@ def test_large_chunks_come_first_shared_ones_last_and_finish_once(queue: Queue) 
     queue.reopen(staged({"a": 10, "b": 250, "c": 20, "d": 90, "e": 0}))
     tasks = [queue.take() for _ in range(6)]
     assert [paths(task) for task in tasks] == [["b"], ["b"], ["b"], ["d"], ["a"], ["c"]]
-    assert queue.next_task() is None, "chunks are in flight"
+    assert queue.next_task(queue.now) is None, "chunks are in flight"
     for task in tasks:
         queue.store(task)
     assert queue.bytes_stored == 370
-    assert queue.next_task() == FinishSet()
-    assert queue.next_task() is None
+    assert queue.next_task(queue.now) == FinishSet()
+    assert queue.next_task(queue.now) is None
     assert [(s.path, s.size_bytes, len(s.extents)) for s in queue.shards()] == [
         ("a", 10, 1), ("b", 250, 3), ("c", 20, 1), ("d", 90, 1), ("e", 0, 0),
     ]  # fmt: skip
@@ -180,22 +184,24 @@ def test_a_chunk_to_retry_is_the_next_task_and_a_deferred_one_waits_for_the_next
     set_ = staged({"a": 250})
     queue.reopen(set_)
     first, second = queue.take(), queue.take()
-    queue.finish(first)
+    queue.give_back(first)
     assert queue.take() == first
-    queue.finish(second, is_deferred=True)
+    queue.give_back(second, is_deferred=True)
     third = queue.take()
-    assert queue.next_task() is None
+    assert queue.next_task(queue.now) is None
     queue.reopen(set_)
     assert queue.take() == second, "the first and the third chunk are still in flight"
     assert queue.in_flight == 3
     for task in (first, second, third):
         queue.store(task)
-    assert queue.next_task() == FinishSet()
+    assert queue.next_task(queue.now) == FinishSet()
 
 
 @given(
     actions=st.lists(
-        st.sampled_from(["take", "store", "note", "give back", "close", "reopen", "distrust"]),
+        st.sampled_from(
+            ["take", "store", "note", "give back", "close", "reopen", "distrust", "wait"]
+        ),
         max_size=40,
     ),
     number=st.integers(0, 10),
@@ -214,24 +220,28 @@ def test_no_chunk_is_left_out_whatever_happened_while_it_was_in_flight(
     in_flight: list[StoreChunk] = []
     for action in actions:
         match action:
-            case "take" if queue.has_task() and isinstance(task := queue.next_task(), StoreChunk):
+            case "take" if queue.has_task(queue.now) and isinstance(
+                task := queue.next_task(queue.now), StoreChunk
+            ):
                 in_flight.append(task)
             case "store" if in_flight:
                 queue.store(in_flight.pop(number % len(in_flight)))
             case "note" if in_flight:
                 queue.note(in_flight[0])
             case "give back" if in_flight:
-                queue.finish(in_flight.pop(number % len(in_flight)))
+                queue.give_back(in_flight.pop(number % len(in_flight)))
             case "close":
                 queue.close()
             case "reopen":
                 queue.reopen(set_)
             case "distrust":
                 known.distrust()
+            case "wait":
+                queue.now += LATE_S_MIN + 0.1
     queue.reopen(set_)
     for task in in_flight:
-        queue.finish(task)
-    while isinstance(task := queue.next_task(), StoreChunk):
+        queue.give_back(task)
+    while isinstance(task := queue.next_task(queue.now), StoreChunk):
         queue.store(task)
     assert task == FinishSet()
     assert [shard.size_bytes for shard in queue.shards()] == [250, 10, 20]
@@ -258,8 +268,53 @@ def test_a_closed_queue_hands_out_nothing_and_wants_nothing(queue: Queue) -> Non
     (piece,) = queue.take().pieces
     assert queue.wants(piece)
     queue.close()
-    assert queue.next_task() is None
+    assert queue.next_task(queue.now) is None
     assert not queue.wants(piece)
+
+
+def test_a_late_chunk_is_handed_out_once_more_when_no_other_one_waits(queue: Queue) -> None:
+    """The first attempt that succeeds counts; the other one then wants nothing, and is not queued again."""
+    queue.reopen(staged({"a": 300}))
+    late, usual, last = queue.take(), queue.take(), queue.take()
+    queue.now = 1.0
+    queue.store(usual)
+    queue.now = LATE_SHARE * 1.0
+    assert queue.next_task(queue.now) is None, "not late yet"
+    queue.store(last)
+    queue.now = LATE_SHARE * 2.0 + 0.1
+    again = queue.take()
+    assert again.pieces == late.pieces
+    assert queue.next_task(queue.now) is None, "there are two attempts at most"
+    queue.store(again)
+    assert not queue.wants(late.pieces[0])
+    assert queue.next_task(queue.now) == FinishSet()
+    queue.give_back(late)
+    assert queue.in_flight == 0
+    assert queue.next_task(queue.now) is None
+
+
+def test_while_chunks_wait_or_the_set_grows_none_is_sent_twice(queue: Queue) -> None:
+    """A worker with other bytes to send saves more time, and a set that grows waits for its trainer."""
+    queue.reopen(staged({"a": 300}))
+    late = queue.take()
+    queue.store(queue.take())
+    queue.now = 10.0
+    assert queue.take().pieces != late.pieces
+    queue.reopen(staged({"a": 300}), is_sealed=False)
+    assert queue.next_task(queue.now) is None
+
+
+def test_a_failed_attempt_leaves_the_chunk_to_the_other_one(queue: Queue) -> None:
+    """It is queued again once both have failed."""
+    queue.reopen(staged({"a": 200}))
+    late = queue.take()
+    queue.store(queue.take())
+    queue.now = 10.0
+    again = queue.take()
+    queue.give_back(late)
+    assert queue.next_task(queue.now) is None
+    queue.give_back(again)
+    assert queue.take().pieces == late.pieces
 
 
 def test_a_changed_file_loses_its_progress_alone(queue: Queue) -> None:
@@ -270,24 +325,24 @@ def test_a_changed_file_loses_its_progress_alone(queue: Queue) -> None:
     queue.store(tasks[0])
     queue.reopen(staged({"a": 200, "b": 100}, "a"))
     assert queue.bytes_stored == 100
-    queue.finish(tasks[1])
+    queue.give_back(tasks[1])
     assert [queue.take().pieces[0].file.inode for _ in range(2)] == [2, 2]
-    assert queue.next_task() is None
+    assert queue.next_task(queue.now) is None
 
 
 def test_an_unsealed_set_holds_small_files_and_finish_back(queue: Queue) -> None:
     """Small files wait for a quarter of a chunk; the files of the sealed set have the same progress."""
     queue.reopen(staged({"a": 10, "b": 10, "c": 100}), is_sealed=False)
     queue.store(queue.take())
-    assert not queue.has_task()
+    assert not queue.has_task(queue.now)
     queue.reopen(staged({"a": 10, "b": 10, "c": 100, "d": 10}), is_sealed=False)
     shared = queue.take()
     assert paths(shared) == ["a", "b", "d"]
     queue.store(shared)
-    assert not queue.has_task()
+    assert not queue.has_task(queue.now)
     queue.reopen(staged({"a": 10, "b": 10, "c": 100, "d": 10, "e": 1}))
     queue.store(queue.take())
-    assert queue.next_task() == FinishSet()
+    assert queue.next_task(queue.now) == FinishSet()
 
 
 def test_bytes_in_a_chunk_that_no_manifest_may_name_are_queued_again(
@@ -302,4 +357,4 @@ def test_bytes_in_a_chunk_that_no_manifest_may_name_are_queued_again(
     queue.reopen(set_)
     assert queue.bytes_stored == 100
     assert queue.take() == tasks[1]
-    assert queue.next_task() is None
+    assert queue.next_task(queue.now) is None

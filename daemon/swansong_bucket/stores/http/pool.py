@@ -33,10 +33,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _POLL_S = 0.25
+_LATE_S = 2.0
+"""A small request that has no answer by then is repeated once, as AWS advises for S3.
+https://docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance-guidelines.html"""
+_LATE_BYTES_MAX = 2**19
 _OUTLIER_AFTER_S = 2.0
 _OUTLIER_SHARE = 0.25
 _OUTLIER_OTHERS_MIN = 3
-_OUTLIER_MEMORY = 1024
+_REPEATED_MEMORY = 1024
 _RATED_AFTER_S = 0.1
 """A rate over a shorter time is not significant."""
 
@@ -86,6 +90,8 @@ class HttpConnection:
         """Deadline of the response, or of its head if a sink receives the body."""
         self.moved_bytes = 0
         self.moved_mono_s = 0.0
+        self.is_answer_due = False
+        """The store has acknowledged the whole request."""
         self._seen_mono_s: float | None = None
         """Instant of the watchdog's first check of the request; all measures start there."""
         self._base_bytes = 0
@@ -158,10 +164,14 @@ class HttpConnection:
         moved_bytes = total_bytes - self._base_bytes
         if moved_bytes != self.moved_bytes or self.phase is ConnectionPhase.LOCAL:
             self.moved_bytes, self.moved_mono_s = moved_bytes, now_mono_s
-        is_response_due = self.phase is ConnectionPhase.AWAITING and not (
+        self.is_answer_due = self.phase is ConnectionPhase.AWAITING and not (
             _UNACKED.unpack_from(info)[0] or _NOT_SENT.unpack_from(info)[0]
         )
-        return now_mono_s - self.moved_mono_s > (first_byte_s if is_response_due else stall_s)
+        return self.still_s(now_mono_s) > (first_byte_s if self.is_answer_due else stall_s)
+
+    def still_s(self, now_mono_s: float) -> float:
+        """Time since a byte has moved."""
+        return now_mono_s - self.moved_mono_s
 
     def on_network_s(self, now_mono_s: float) -> float:
         """Time of the request without that in bodies and sinks."""
@@ -205,8 +215,8 @@ class Pool:
         self._idle: list[HttpConnection] = []
         self._in_use: dict[HttpConnection, None] = {}
         """Oldest request first."""
-        self._outliers: deque[str] = deque(maxlen=_OUTLIER_MEMORY)
-        """Requests that were cut as outliers; no request is cut twice."""
+        self._repeated: deque[str] = deque(maxlen=_REPEATED_MEMORY)
+        """Requests that were cut because another attempt should be faster; no request is cut twice."""
         self._closed = threading.Event()
         self._watchdog: threading.Thread | None = None
 
@@ -299,14 +309,26 @@ class Pool:
             if now_mono_s > connection.limit_mono_s:
                 connection.shut_down("no complete response in time")
             elif connection.hangs(now_mono_s, self.stall_s, self.first_byte_s):
-                still_s = now_mono_s - connection.moved_mono_s
-                connection.shut_down(f"nothing moved for {still_s:.1f} s")
+                connection.shut_down(f"nothing moved for {connection.still_s(now_mono_s):.1f} s")
+            elif self._is_late(connection, now_mono_s):
+                self._repeat(connection, f"no answer after {_LATE_S:g} s")
         outlier = self._outlier(now_mono_s)
         if outlier is not None:
-            self._outliers.append(outlier.request)
-            outlier.shut_down("far slower than the other connections")
+            self._repeat(outlier, "far slower than the other connections")
         while self._idle and now_mono_s - self._idle[0].idle_since_mono_s > IDLE_S_MAX:
             self._idle.pop(0).sock.close()
+
+    def _repeat(self, connection: HttpConnection, why: str) -> None:
+        self._repeated.append(connection.request)
+        connection.shut_down(why)
+
+    def _is_late(self, connection: HttpConnection, now_mono_s: float) -> bool:
+        return (
+            connection.is_answer_due
+            and connection.total_bytes <= _LATE_BYTES_MAX
+            and connection.still_s(now_mono_s) > _LATE_S
+            and connection.request not in self._repeated
+        )
 
     def _outlier(self, now_mono_s: float) -> HttpConnection | None:
         """A request that would end sooner if it were repeated on another connection."""
@@ -318,7 +340,7 @@ class Pool:
             if (
                 connection.on_network_s(now_mono_s) < _OUTLIER_AFTER_S
                 or left_bytes <= 0
-                or connection.request in self._outliers
+                or connection.request in self._repeated
                 or len(rates) <= _OUTLIER_OTHERS_MIN
             ):
                 continue
