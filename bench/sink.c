@@ -41,7 +41,7 @@ enum {
 
 // ---------------------------------------------------------------- settings and counters
 
-static double rate_bytes_s, link_bytes_s, latency_s, share_503, share_stall, share_reset;
+static double rate_bytes_s, link_bytes_s, latency_s, tail_s_max, share_503, share_stall, share_reset;
 static bool is_hashing; // decrypts every record of a body and returns its CRC32C
 static SSL_CTX *tls;  // NULL: plain HTTP
 static int secrets_index;
@@ -501,6 +501,20 @@ static bool query(const struct request *r, const char *name, char *value, size_t
     return false;
 }
 
+static double draw(void) { // uniform in [0, 1)
+    uint64_t x = (atomic_fetch_add(&fault_clock, 1) + 1) * 0x9e3779b97f4a7c15u; // splitmix64: the same each run
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return (double)((x ^ (x >> 31)) >> 11) * 0x1p-53;
+}
+
+// The delay of one answer: with a tail, Pareto-distributed with the exponent 1.
+static double delay_s(void) {
+    if (tail_s_max <= 0) return latency_s;
+    double delay = latency_s / (1 - draw());
+    return delay < tail_s_max ? delay : tail_s_max;
+}
+
 static bool answer(struct connection *c, const struct request *r, const char *status, const char *extra,
                    const char *body) {
     char text[HEAD_MAX];
@@ -510,7 +524,7 @@ static bool answer(struct connection *c, const struct request *r, const char *st
                         extra ? extra : "");
     if (has_length) used += snprintf(text + used, sizeof text - (size_t)used, "Content-Length: %zu\r\n", size);
     used += snprintf(text + used, sizeof text - (size_t)used, "\r\n");
-    if (latency_s > 0) sleep_until(now_s() + latency_s);
+    if (latency_s > 0) sleep_until(now_s() + delay_s());
     bool is_head = !strcmp(r->method, "HEAD");
     if (size && !is_head && (size_t)used + size < sizeof text) { // one segment for a small answer
         memcpy(text + used, body, size);
@@ -627,10 +641,7 @@ static bool answer_metadata(struct connection *c, const struct request *r, const
 enum fate { GOOD, FATE_503, FATE_STALL, FATE_RESET };
 
 static enum fate draw_fate(void) {
-    uint64_t x = (atomic_fetch_add(&fault_clock, 1) + 1) * 0x9e3779b97f4a7c15u; // splitmix64: the same each run
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-    double u = (double)((x ^ (x >> 31)) >> 11) * 0x1p-53;
+    double u = draw();
     if (u < share_503) return FATE_503;
     if (u < share_503 + share_stall) return FATE_STALL;
     if (u < share_503 + share_stall + share_reset) return FATE_RESET;
@@ -1054,6 +1065,8 @@ int main(int argc, char **argv) {
         else if (!strcmp(name, "--rate-bytes-s")) rate_bytes_s = atof(value);
         else if (!strcmp(name, "--link-bytes-s")) link_bytes_s = atof(value);
         else if (!strcmp(name, "--latency-s")) latency_s = atof(value);
+        else if (!strcmp(name, "--tail-s-max")) tail_s_max = atof(value);
+        else if (!strcmp(name, "--seed")) fault_clock = strtoull(value, NULL, 10) << 32;
         else if (!strcmp(name, "--share-503")) share_503 = atof(value);
         else if (!strcmp(name, "--share-stall")) share_stall = atof(value);
         else if (!strcmp(name, "--share-reset")) share_reset = atof(value);

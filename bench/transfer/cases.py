@@ -18,7 +18,17 @@ from swansongd.config.config import FlushConfig
 from swansongd.flush.layout import ChunkLayout, Pieces
 
 from bench.transfer.contestants import BUCKET, CONTESTANTS, OURS, PREFIX, REFERENCE, RUN
-from bench.transfer.sink import DIRECT, FAULTY, HASHING, LINK, PACED, PATTERN_BYTES, Object, Profile
+from bench.transfer.sink import (
+    DIRECT,
+    FAULTY,
+    HASHING,
+    LINK,
+    PACED,
+    PATTERN_BYTES,
+    TAIL,
+    Object,
+    Profile,
+)
 
 CHUNK_BYTES = FlushConfig().chunk_bytes
 FAULT_TIMES_S = (25.0, 110.0)
@@ -61,6 +71,7 @@ class Case:
     profile: Profile
     contestants: Sequence[str]
     repeats_max: int = 99
+    repeats_min: int = 0
 
     @property
     def name(self) -> str:
@@ -74,9 +85,11 @@ def cases(*, is_quick: bool) -> list[Case]:
         small = Workload(name="small", count=100, size_bytes=256 * 2**10)
         faulty = Workload(name="faulty", count=16, size_bytes=64 * 2**20, is_sparse=True)
         gigabyte = Workload(name="gigabyte", count=1, size_bytes=64 * 2**20)
+        medium = gigabyte
     else:
         large = Workload(name="large", count=1, size_bytes=4 * 2**30)
         gigabyte = Workload(name="gigabyte", count=1, size_bytes=2**30)
+        medium = Workload(name="medium", count=1, size_bytes=2**28)
         small = Workload(name="small", count=2000, size_bytes=256 * 2**10)
         faulty = Workload(name="faulty", count=80, size_bytes=256 * 2**20, is_sparse=True)
     wide = f"{REFERENCE} x 32"
@@ -103,6 +116,13 @@ def cases(*, is_quick: bool) -> list[Case]:
         Case(operation="upload", workload=gigabyte, profile=PACED, contestants=paced[:3]),
         Case(operation="download", workload=small, profile=DIRECT, contestants=most, repeats_max=1),
         Case(operation="upload", workload=small, profile=LINK, contestants=[wide, OURS]),
+        Case(
+            operation="upload",
+            workload=medium,
+            profile=TAIL,
+            contestants=[wide, OURS, "obstore x 32"],
+            repeats_min=1 if is_quick else 100,
+        ),
         Case(
             operation="upload",
             workload=faulty,

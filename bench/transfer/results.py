@@ -109,7 +109,9 @@ def markdown(results: Sequence[Result], cases: Sequence[Case]) -> str:
     for case in cases:
         runs = of_case(results, case)
         if runs:
-            lines += _faulty_table(runs, case) if case.profile.share_503 else _table(runs, case)
+            is_faulty, has_tail = case.profile.share_503, case.profile.tail_s_max
+            table = _faulty_table if is_faulty else _tail_table if has_tail else _table
+            lines += table(runs, case)
         for result in results:
             if result.case == case.name and result.problem:
                 lines.append(f"{result.contestant} failed: {result.problem}\n")
@@ -123,7 +125,12 @@ def _title(case: Case) -> str:
         title += " to GCS, whose sink decrypts everything and returns its CRC32C"
     if profile.rate_bytes_s:
         latency_ms, rate = profile.latency_s * 1e3, profile.rate_bytes_s / 1e6
-        title += f", {latency_ms:g} ms per request and {rate:g} MB/s per connection"
+        per_request = (
+            f"{latency_ms:g} ms"
+            if not profile.tail_s_max
+            else (f"{latency_ms:g} ms to {profile.tail_s_max:g} s (Pareto)")
+        )
+        title += f", {per_request} per request and {rate:g} MB/s per connection"
     if profile.link_bytes_s:
         title += f", over a link of {profile.link_bytes_s / 1e6:g} MB/s"
     if profile.share_503:
@@ -154,6 +161,22 @@ def _table(runs: Mapping[str, Sequence[Result]], case: Case) -> list[str]:
             f"{rss_mb:.0f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def _tail_table(runs: Mapping[str, Sequence[Result]], case: Case) -> list[str]:
+    lines = [
+        _title(case),
+        f"| {_repeats(runs)} | p50, s | p90, s | p99, s | longest, s | stored bytes |",
+        "| --- " * 6 + "|",
+    ]
+    for name, of_one in runs.items():
+        taken = sorted(result.wall_s for result in of_one)
+        cuts = statistics.quantiles(taken, n=100, method="inclusive") if len(taken) > 1 else taken
+        sent = statistics.mean(r.size_bytes for r in of_one) / case.workload.total_bytes
+        cells = [_shown(name, of_one)]
+        cells += [f"{cuts[min(n, len(cuts)) - 1]:.2f}" for n in (50, 90, 99)]
+        lines.append(f"| {' | '.join([*cells, f'{taken[-1]:.2f}', f'{sent:.2f}'])} |")
     return [*lines, ""]
 
 

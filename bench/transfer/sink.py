@@ -36,7 +36,9 @@ class Profile:
     link_bytes_s: float = 0.0
     """Limit of all connections together; 0 means unlimited."""
     latency_s: float = 0.0
-    """Delay before each answer."""
+    """Delay before each answer; with a tail, its minimum and half of its median."""
+    tail_s_max: float = 0.0
+    """Longest delay of a Pareto distribution with the exponent 1; 0 means that all delays are equal."""
     share_503: float = 0.0
     """Share of the requests with data that get 503 SlowDown."""
     share_stall: float = 0.0
@@ -60,6 +62,8 @@ FAULTY = Profile(
     share_stall=0.002,
     share_reset=0.005,
 )
+TAIL = Profile(name="tail", rate_bytes_s=85e6, latency_s=0.030, tail_s_max=10.0)
+"""One answer in 10 takes 0.3 s, one in 100 takes 3 s."""
 
 
 def build(directory: Path) -> Path:
@@ -145,10 +149,20 @@ class Counters:
 
 
 class Sink:
-    """A running sink, which ends with the context."""
+    """A running sink, which ends with the context.
+
+    Args:
+        seed: of the delays and faults.
+    """
 
     def __init__(
-        self, program: Path, directory: Path, profile: Profile, objects: Sequence[Object] = ()
+        self,
+        program: Path,
+        directory: Path,
+        profile: Profile,
+        objects: Sequence[Object] = (),
+        *,
+        seed: int = 0,
     ) -> None:
         listing = directory / "objects.tsv"
         listing.write_text(
@@ -162,6 +176,7 @@ class Sink:
                 *("--rate-bytes-s", str(profile.rate_bytes_s)),
                 *("--link-bytes-s", str(profile.link_bytes_s)),
                 *("--latency-s", str(profile.latency_s)),
+                *("--tail-s-max", str(profile.tail_s_max), "--seed", str(seed)),
                 *("--hashing", str(int(profile.is_hashing))),
                 *("--share-503", str(profile.share_503)),
                 *("--share-stall", str(profile.share_stall)),
