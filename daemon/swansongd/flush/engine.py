@@ -95,9 +95,11 @@ class FlushEngine:
             run_directory,
             known,
             lock=self._lock,
+            times=self._times,
             is_small=layout.is_small,
             created=created,
             nonce=nonce,
+            monotonic=monotonic,
         )
         self._idle = 0
         """Workers that wait for a task."""
@@ -244,7 +246,7 @@ class FlushEngine:
             elif isinstance(task, StoreChunk):
                 # A newer flush of the set may be able to read the file.
                 is_deferred = not is_readable and self._active is flush
-                flush.queue.finish(task, self._monotonic(), is_deferred=is_deferred)
+                flush.queue.finish(task, is_deferred=is_deferred)
             self._close_if_over(flush)
 
     def _begin(self, flush: ActiveFlush) -> None:

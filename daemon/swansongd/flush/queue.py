@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -23,20 +24,25 @@ ATTEMPTS_MAX = 2
 
 
 class ChunkTimes:
-    """How long the last chunks have taken, from their read to the answer of the store."""
+    """How long the last chunks have taken, from their first byte to the answer of the store.
+
+    Guarded by the engine's lock.
+    """
 
     def __init__(self) -> None:
-        self._took_s: deque[float] = deque(maxlen=32)
+        self._last: deque[tuple[float, int]] = deque(maxlen=32)
 
-    def add(self, took_s: float) -> None:
-        self._took_s.append(took_s)
+    def add(self, took_s: float, size_bytes: int) -> None:
+        self._last.append((took_s, size_bytes))
 
-    @property
-    def late_s(self) -> float | None:
-        """After this time a chunk is late; None if nothing is known."""
-        if not self._took_s:
-            return None
-        return max(LATE_S_MIN, LATE_SHARE * statistics.median(self._took_s))
+    def late_s(self, size_bytes: int) -> float:
+        """After this time a chunk of this size is late; infinite if nothing is known."""
+        if not self._last:
+            return math.inf
+        usual_s = statistics.median(
+            took_s * max(1.0, size_bytes / of_bytes) for took_s, of_bytes in self._last
+        )
+        return max(LATE_S_MIN, LATE_SHARE * usual_s)
 
 
 @dataclass(slots=True)
@@ -149,10 +155,8 @@ class UploadQueue:
         return next(self._late(now_mono_s), ()) if self._is_sealed else ()
 
     def _late(self, now_mono_s: float) -> Iterator[Pieces]:
-        late_s = self._times.late_s
-        if late_s is None:
-            return
         for pieces, attempts in self._attempts.items():
+            late_s = self._times.late_s(size_of(pieces))
             is_late = now_mono_s - attempts[0].begun_mono_s > late_s
             if is_late and len(attempts) < ATTEMPTS_MAX and any(map(self._is_missing, pieces)):
                 yield pieces
@@ -166,7 +170,7 @@ class UploadQueue:
                 self.bytes_stored += piece.size_bytes
                 self._left -= 1
 
-    def finish(self, task: StoreChunk, now_mono_s: float, *, is_deferred: bool = False) -> None:
+    def finish(self, task: StoreChunk, *, is_deferred: bool = False) -> None:
         """Take a task back from its worker, and queue again what is not stored.
 
         The worker does not know that: the queue may have been opened again since it looked.
@@ -179,9 +183,7 @@ class UploadQueue:
             return  # another attempt has stored the chunk
         missing = tuple(piece for piece in task.pieces if self._is_missing(piece))
         attempts.remove(task)
-        if not missing:
-            self._times.add(now_mono_s - task.begun_mono_s)
-        elif attempts:
+        if missing and attempts:
             return
         del self._attempts[task.pieces]
         if missing and not is_deferred:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from swansong_bucket.stores.checksums import crc32c
 from swansongd.flush.active import ActiveFlush
 from swansongd.flush.known import KnownChunks, SmallSums
 from swansongd.flush.layout import Piece, size_of
+from swansongd.flush.queue import ChunkTimes
 from swansongd.flush.reading import Buffers, Cancelled, ChunkSums, read_piece, within_means
 from swansongd.flush.tasks import StoreChunk
 from swansongd.staging import scan
@@ -32,8 +34,9 @@ class ChunkSender:
     """Stores chunks, in as many threads as call it.
 
     Args:
-        store, keys, run_directory, known, created, nonce: as of the engine.
-        lock: guards the flushes and their queues.
+        store, keys, run_directory, known, created, nonce, monotonic: as of the engine.
+        lock: guards the flushes, their queues and ``times``.
+        times: takes the time of each chunk that was created.
         is_small: whether a file shares a chunk.
     """
 
@@ -45,9 +48,11 @@ class ChunkSender:
         known: KnownChunks,
         *,
         lock: threading.Lock,
+        times: ChunkTimes,
         is_small: Callable[[StagedFile], bool],
         created: Callable[[Chunk, memoryview], None] = lambda _chunk, _data: None,
         nonce: Callable[[], str] = chunk_nonce,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._is_small = is_small
         self._store = store
@@ -55,6 +60,8 @@ class ChunkSender:
         self._run_directory = run_directory
         self._known = known
         self._lock = lock
+        self._times = times
+        self._monotonic = monotonic
         self._listener = created
         self._nonce = nonce
         self.buffers = Buffers()
@@ -135,6 +142,7 @@ class ChunkSender:
             flush.count_sent(size_bytes)
 
         body = Body(data, moved, sums.crc32c)
+        begun_mono_s = self._monotonic()
         for is_last in (False, True):
             key = self._keys.chunk(flush.queue.generation, sums.digest(), self._nonce())
             try:
@@ -143,6 +151,8 @@ class ChunkSender:
                 if is_last:
                     raise
             else:
+                with self._lock:
+                    self._times.add(self._monotonic() - begun_mono_s, body.size_bytes)
                 return Chunk(key, body.size_bytes)
         raise AssertionError("unreachable")
 

@@ -124,7 +124,8 @@ class Queue(UploadQueue):
     """A queue whose chunks a test stores without a store."""
 
     def __init__(self, known: KnownChunks) -> None:
-        super().__init__(1, LAYOUT, ChunkTimes())
+        self.times = ChunkTimes()
+        super().__init__(1, LAYOUT, self.times)
         self._known = known
         self.now = 0.0
 
@@ -137,11 +138,9 @@ class Queue(UploadQueue):
         return task
 
     def store(self, task: StoreChunk) -> None:
+        self.times.add(self.now - task.begun_mono_s, size_of(task.pieces))
         self.note(task)
-        self.give_back(task)
-
-    def give_back(self, task: StoreChunk, *, is_deferred: bool = False) -> None:
-        self.finish(task, self.now, is_deferred=is_deferred)
+        self.finish(task)
 
     def note(self, task: StoreChunk) -> None:
         data = repr(task.pieces).encode()
@@ -184,9 +183,9 @@ def test_a_chunk_to_retry_is_the_next_task_and_a_deferred_one_waits_for_the_next
     set_ = staged({"a": 250})
     queue.reopen(set_)
     first, second = queue.take(), queue.take()
-    queue.give_back(first)
+    queue.finish(first)
     assert queue.take() == first
-    queue.give_back(second, is_deferred=True)
+    queue.finish(second, is_deferred=True)
     third = queue.take()
     assert queue.next_task(queue.now) is None
     queue.reopen(set_)
@@ -229,7 +228,7 @@ def test_no_chunk_is_left_out_whatever_happened_while_it_was_in_flight(
             case "note" if in_flight:
                 queue.note(in_flight[0])
             case "give back" if in_flight:
-                queue.give_back(in_flight.pop(number % len(in_flight)))
+                queue.finish(in_flight.pop(number % len(in_flight)))
             case "close":
                 queue.close()
             case "reopen":
@@ -240,7 +239,7 @@ def test_no_chunk_is_left_out_whatever_happened_while_it_was_in_flight(
                 queue.now += LATE_S_MIN + 0.1
     queue.reopen(set_)
     for task in in_flight:
-        queue.give_back(task)
+        queue.finish(task)
     while isinstance(task := queue.next_task(queue.now), StoreChunk):
         queue.store(task)
     assert task == FinishSet()
@@ -288,9 +287,20 @@ def test_a_late_chunk_is_handed_out_once_more_when_no_other_one_waits(queue: Que
     queue.store(again)
     assert not queue.wants(late.pieces[0])
     assert queue.next_task(queue.now) == FinishSet()
-    queue.give_back(late)
+    queue.finish(late)
     assert queue.in_flight == 0
     assert queue.next_task(queue.now) is None
+
+
+def test_a_large_chunk_may_take_longer_than_small_ones(queue: Queue) -> None:
+    """Otherwise a slow link would get the bytes of each large chunk twice."""
+    queue.times.add(1.0, 20)
+    queue.reopen(staged({"a": 100}))
+    large = queue.take()
+    queue.now = LATE_SHARE * 1.0 * 5
+    assert queue.next_task(queue.now) is None
+    queue.now += 0.1
+    assert queue.take().pieces == large.pieces
 
 
 def test_while_chunks_wait_or_the_set_grows_none_is_sent_twice(queue: Queue) -> None:
@@ -311,9 +321,9 @@ def test_a_failed_attempt_leaves_the_chunk_to_the_other_one(queue: Queue) -> Non
     queue.store(queue.take())
     queue.now = 10.0
     again = queue.take()
-    queue.give_back(late)
+    queue.finish(late)
     assert queue.next_task(queue.now) is None
-    queue.give_back(again)
+    queue.finish(again)
     assert queue.take().pieces == late.pieces
 
 
@@ -325,7 +335,7 @@ def test_a_changed_file_loses_its_progress_alone(queue: Queue) -> None:
     queue.store(tasks[0])
     queue.reopen(staged({"a": 200, "b": 100}, "a"))
     assert queue.bytes_stored == 100
-    queue.give_back(tasks[1])
+    queue.finish(tasks[1])
     assert [queue.take().pieces[0].file.inode for _ in range(2)] == [2, 2]
     assert queue.next_task(queue.now) is None
 
