@@ -566,8 +566,8 @@ def _impossible(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
         )
     mirror = urls["mirror"].rstrip("/")
     if mirror and mirror == urls["store"].rstrip("/") and directory_of(mirror) is None:
-        remedy = "choose a store in another region or cloud"
-        problems.append(_problem("mirror.url", "is the store itself", urls["mirror"], remedy))
+        remedy = "choose a store in another region or cloud, with another bucket or prefix"
+        problems.append(_problem("mirror.url", "is the URL of the store", urls["mirror"], remedy))
     return problems
 
 

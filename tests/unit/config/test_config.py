@@ -366,7 +366,7 @@ def test_a_background_rate_is_a_size_per_second(
 def test_the_mirror_is_another_store(store: str, mirror: str) -> None:
     """A mirror that is the store itself would protect nothing."""
     (problem,) = problems_of(with_values(store__url=store, mirror__url=mirror))
-    assert problem.startswith("mirror.url: is the store itself")
+    assert problem.startswith("mirror.url: is the URL of the store")
 
 
 @pytest.mark.parametrize("other", ["", "/below", "/.."])
