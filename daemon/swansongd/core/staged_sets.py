@@ -86,17 +86,9 @@ def _signalled(transition: Transition, new: Sequence[Staged]) -> Sequence[Staged
 
 
 def _doubt_undurable(transition: Transition) -> None:
-    """The power may have been cut before these sets were flushed to the disk.
-
-    The hooks flush all sets before they seal them, except emergency checkpoints.
-    """
+    """The power may have been cut before these sets were flushed to the disk."""
     state = transition.state
-    doubtful = [
-        s
-        for s in state.staging.usable
-        if not _is_of_boot(state, s)
-        and (s.framework != "swansong" or s.kind is CheckpointKind.EMERGENCY)
-    ]
+    doubtful = [s for s in state.staging.usable if not (_is_of_boot(state, s) or _is_synced(s))]
     for staged in doubtful:
         transition.log(
             "warning",
@@ -106,6 +98,11 @@ def _doubt_undurable(transition: Transition) -> None:
             reason="it was not flushed to the disk before the last boot, and may be torn",
         )
     give_up(transition, {staged.id for staged in doubtful})
+
+
+def _is_synced(staged: Staged) -> bool:
+    """Whether the set outlasts a power cut: the hooks sync all sets except those for an emergency."""
+    return staged.framework == "swansong" and staged.kind is not CheckpointKind.EMERGENCY
 
 
 def _is_of_boot(state: State, staged: Staged) -> bool:
@@ -264,7 +261,8 @@ def _wanted(state: State) -> frozenset[CheckpointId]:
     newest_first = state.uncommitted
     wanted = {staged.id for staged in newest_first[:NEWEST]}
     healthy = next((staged for staged in newest_first if is_healthy(staged.health)), None)
-    wanted.update(staged.id for staged in (healthy, state.pinned) if staged is not None)
+    synced = next(filter(_is_synced, newest_first), None)
+    wanted.update(staged.id for staged in (healthy, synced, state.pinned) if staged is not None)
     if state.flush.flight is not None:
         wanted.add(state.flush.flight.staged.id)
     wanted.update(item.staged.id for item in state.commits.stored)

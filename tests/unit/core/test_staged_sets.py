@@ -20,8 +20,9 @@ from swansongd.observe.status import DroppedStatus, FlushStatus, UnsentStatus
 
 from testkit.story import MIB, Story, a_set, joined
 
-UNSENT_MAX = NEWEST + 4
-"""Also the newest healthy set, the set in flight, one that is partly stored, and the answer to a request."""
+UNSENT_MAX = NEWEST + 5
+"""Also the newest healthy set, the newest synced one, the set in flight, one that is partly stored, and the
+answer to a request."""
 
 
 def dropped_steps(story: Story) -> set[int]:
@@ -83,6 +84,18 @@ def test_the_newest_healthy_set_stays() -> None:
         story.staging.append(with_health(a_set(step), is_finite=False))
         story.scan()
     assert {s.id.step for s in story.state.uncommitted} == {10, 40, 50}
+
+
+@pytest.mark.fault("D06")
+def test_emergency_sets_replace_no_synced_set() -> None:
+    """A power cut may tear all of them: the next boot commits the newest set that was synced to the disk."""
+    story = joined()
+    for number, request_id in enumerate(["", "", "r1", "r2", "r3"], 1):
+        story.seal(10 * number, request_id=request_id)
+        if story.state.flush.flight is not None:
+            store_refuses(story)
+    kept = [staged for staged in story.staging if staged.id.step not in dropped_steps(story)]
+    assert [staged.id.step for staged in kept] == [20, 40, 50]
 
 
 def test_nothing_is_dropped_before_the_verdict_of_an_evacuation() -> None:
