@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals to this process, handled in another thread as soon as they arrive.
+"""Signals to this process, handled in other threads as soon as they arrive.
 
 Python runs a handler in the main thread, whose wait for the next event it does not end.
 """
@@ -19,8 +19,8 @@ def handle(numbers: Iterable[int], handler: Callable[[int], object]) -> None:
 
     Args:
         numbers: of the signals.
-        handler: runs in one thread and may block.  Signals that arrive meanwhile are handled afterwards, each
-            number once.  It must not raise an exception.
+        handler: runs in a thread of its own and may block: SIGTERM needs answers of the host, and SIGINT
+            ends the daemon meanwhile.  It must not raise an exception.
     """
     read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(write_fd, False)
@@ -31,8 +31,8 @@ def handle(numbers: Iterable[int], handler: Callable[[int], object]) -> None:
 
     def read() -> None:
         while True:
-            for number in dict.fromkeys(os.read(read_fd, _READ_BYTES)):
-                if number in handled:  # a library may have a handler for another one
-                    handler(number)
+            # A library may have a handler for another number.
+            for number in handled.intersection(os.read(read_fd, _READ_BYTES)):
+                threading.Thread(target=handler, args=(number,), daemon=True).start()
 
     threading.Thread(target=read, name="signals", daemon=True).start()
