@@ -92,7 +92,7 @@ def test_two_vms_never_commit_under_one_generation(bucket: Bucket, new_vm: Any) 
 def test_a_command_that_waits_for_a_verdict_is_told_of_the_fence(
     bucket: Bucket, new_vm: Any
 ) -> None:
-    """``notify --wait`` exits with 14 and names the newer generation, though the daemon has ended."""
+    """``notify --wait`` exits with 14 and names the newer generation; so does the farewell in the bucket."""
     older, newer = new_vm("older", bucket.store), new_vm("newer", bucket.store)
     first, second = older.start_daemon(), newer.start_daemon()
     seal_files(older.run_directory, 10, {"weights": b"10"})
@@ -111,6 +111,8 @@ def test_a_command_that_waits_for_a_verdict_is_told_of_the_fence(
     assert waiting.wait() == FENCED
     shown = "FENCED: generation 1 step 10 is committed; generation 2 has taken the run over"
     until(lambda: shown in "".join(waiting.lines.raw))
+    last = [each for each in bucket.farewells() if "as generation 2" in each["reason"]]
+    assert [farewell["verdict"] for farewell in last] == ["PARTIAL"]
 
 
 def wipe(bucket: Bucket) -> None:

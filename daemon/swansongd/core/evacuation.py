@@ -7,8 +7,8 @@ import hashlib
 
 from swansong_bucket.model import DRILL, DRILL_ID, PEER_SOURCE, Notice, Verdict
 
-from swansongd.core import course, emergency, flight, notices, proof, request
-from swansongd.core.events import Conclude, Rescan
+from swansongd.core import course, emergency, flight, notices, proof, request, verdict
+from swansongd.core.events import Rescan
 from swansongd.core.planner import Plan, PlanKind
 from swansongd.core.state import Evacuation, State
 from swansongd.core.transition import HOST_SOURCE, Transition
@@ -166,20 +166,9 @@ def _withdraw(transition: Transition, reason: str) -> None:
     transition.mark("withdrawn", reason=reason)
     for made in transition.state.requests_made:
         request.withdraw(transition, made, reason)
-    state, evacuation = transition.state, transition.evacuation
-    if state.settings.handover and not evacuation.is_precaution:
+    evacuation = transition.evacuation
+    if transition.state.settings.handover and not evacuation.is_precaution:
         # After the end it has no deadline: the next VM, if there is one already, stands by.
-        verdict = evacuation.verdict or proof.prove(state)[0]
-        slack_s, commit = round(transition.left_s, 2), state.commits.last_complete
-        told = Conclude(
-            evacuation.id,
-            verdict,
-            reason,
-            commit,
-            slack_s,
-            state.part,
-            is_foretold=evacuation.verdict is None,
-            is_final=False,
-        )
-        transition.do(told)
+        found = evacuation.verdict or proof.prove(transition.state)[0]
+        verdict.write_farewell(transition, found, reason, is_foretold=evacuation.verdict is None)
     course.end(transition)

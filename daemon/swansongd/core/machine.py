@@ -11,9 +11,9 @@ restarted during an evacuation continues.
 - ``record_*`` orders reactions to the event.  These are messages to the rank that connected or reported;
   messages to all ranks about a commit, a fence, a withdrawn request or a job start that may begin; scans, and
   a check of the fence; the cancellation of a flush whose set is gone or abandoned; the removal of sets that a
-  commit or another line replaces; the daemon's end when an operator stops it.
+  commit or another line replaces; the daemon's end when an operator stops it or another VM has the run.
 - Both halves write the timeline and the log.  ``reconcile`` also scans, cancels, withdraws, removes
-  superseded sets, and ends the daemon when it is fenced or the host shuts down.
+  superseded sets, and ends the daemon when the host shuts down.
 
 Pure: no clock, disk, socket, thread or environment.  Every failure arrives as an event, none is raised.
 """
@@ -136,6 +136,7 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
             commits.record_failed(transition, event)
         case events.FenceFound():
             starts.record_fence(transition, event)
+            verdict.record_fence(transition)
         case events.LinkShared(is_needed):
             flight.record_link(transition, is_needed=is_needed)
         case events.WokeUp(slept_s):

@@ -19,6 +19,14 @@ SETTLE_S = 10.0
 _MERIT = {Verdict.NO_TRAINING: -1, Verdict.LOST: 0, Verdict.PARTIAL: 1, Verdict.SAFE: 2}
 
 
+def record_fence(transition: Transition) -> None:
+    """A fence that ends the daemon ends the open evacuation: with a farewell, and exit code 14."""
+    state = transition.state
+    if state.course.is_leaving and state.is_deciding:
+        verdict, reason = proof.prove(state)
+        write_farewell(transition, verdict, reason, is_foretold=False)
+
+
 def reconcile(transition: Transition) -> None:
     """Conclude the evacuation as soon as its outcome is known, and again if the outcome improves."""
     evacuation = transition.state.evacuation
@@ -186,14 +194,26 @@ def _foretell(
             vms_committed=part.committed,
             vms=part.nodes,
         )
+    write_farewell(transition, verdict, reason, is_foretold=True)
+
+
+def write_farewell(
+    transition: Transition, verdict: Verdict, reason: str, *, is_foretold: bool
+) -> None:
+    """Write a farewell without an announcement.
+
+    Args:
+        is_foretold: the evacuation has no verdict yet.
+    """
+    evacuation, state = transition.evacuation, transition.state
     told = Conclude(
         evacuation.id,
         verdict,
         reason,
-        commit,
+        state.commits.last_complete,
         round(transition.left_s, 2),
-        part,
-        is_foretold=True,
+        state.part,
+        is_foretold=is_foretold,
         is_final=False,
     )
     transition.do(told)

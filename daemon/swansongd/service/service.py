@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 import structlog
 from swansong import protocol
-from swansong_bucket.model import DRILL, NoticeKind, Severity, Verdict
+from swansong_bucket.model import DRILL, NoticeKind, Verdict
 
 import swansongd
 from swansongd.config.config import Config, MetricsConfig
@@ -581,7 +581,7 @@ class Service:
         """End in bounded time: nothing here waits for a flush, a source or a trainer."""
         self._notifier.stopping(within_s=_STOP_EXTENSION_S)
         _log.info("stopping", reason=order.reason, code=order.code)
-        if any(n.severity is Severity.SHUTTING_DOWN for n in self._state.notices.live.values()):
+        if self._state.evacuation is not None:
             self._committer.drain(_EXIT_DRAIN_S)  # the farewell
         began_mono_s = time.monotonic()
         if self._notifications is not None:

@@ -535,12 +535,14 @@ def test_prune_deletes_only_older_sets_of_our_hooks() -> None:
 
 @pytest.mark.fault("G03")
 def test_a_fenced_daemon_ends() -> None:
-    """When a newer generation exists, the daemon writes nothing more, informs the trainer and ends."""
+    """It informs the trainer, writes the farewell of the open evacuation, and decides nothing more."""
     story = joined()
     story.seal(10)
     story.notice()
     actions = story.tell(FenceFound(7))
-    assert [type(a).__name__ for a in actions] == ["CancelFlush", "Log", "Send", "Exit"]
+    assert [type(a).__name__ for a in actions] == ["CancelFlush", "Log", "Send", "Exit", "Conclude"]
+    assert "as generation 7" in story.last(Conclude).reason
+    assert story.verdicts == []
     assert story.last(Fenced).generation == 7
     assert story.last(Exit).code == transition.EXIT_FENCED
     assert phase_of(story.state) is Phase.FENCED
