@@ -136,10 +136,19 @@ class Body:
         return hashlib.sha256(self.data).hexdigest()
 
     def rewind(self) -> None:
-        """Begin a pass over the bytes."""
+        """Begin a pass over the bytes.
+
+        Raises:
+            Permanent: they have changed since an earlier pass, so the store would refuse them each time.
+        """
         done_bytes, self._done_bytes = self._done_bytes, 0
         if done_bytes:
             self._moved(-done_bytes)
+            if crc32c(self.data) != self.crc32c:
+                raise Permanent(
+                    "the bytes changed in memory after they were read",
+                    hint="Test the memory of this VM",
+                )
 
     def next_window(self, size_bytes: int = WINDOW_BYTES) -> memoryview:
         """The next bytes to send, up to this number; empty after the last one."""

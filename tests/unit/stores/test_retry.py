@@ -12,6 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 from swansong_bucket.errors import Exists, NotFound, Permanent, StoreError, Transient
 from swansong_bucket.stores.base import Body, Page, Sink
+from swansong_bucket.stores.checksums import crc32c
 from swansong_bucket.stores.file.store import FileStore
 from swansong_bucket.stores.wrappers.retry import Retrying
 
@@ -123,6 +124,17 @@ def test_other_errors_are_not_retried(moody: Moody, error: StoreError) -> None:
         retrying(moody).put("key", b"content")
     assert caught.value is error
     assert moody.attempts == 1
+
+
+def test_bytes_that_changed_in_memory_are_not_sent_again(moody: Moody) -> None:
+    """A store refuses them at each attempt: the caller must read them once more."""
+    moody.moods = [Transient("BadDigest")] * 1000
+    content = bytearray(b"content")
+    body = Body(memoryview(content), crc32c=crc32c(content))
+    content[3] ^= 1
+    with pytest.raises(Permanent, match="changed in memory"):
+        retrying(moody, stop=Waits()).create("chunk", body)
+    assert len(moody.moods) == 999
 
 
 def test_exists_after_an_ambiguous_attempt_is_raised(moody: Moody) -> None:
