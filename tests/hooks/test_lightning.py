@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
 )
-from swansong import layout
+from swansong import RestoreError, layout
 from swansong.lightning import SwansongCallback
 from swansong.torch import ResumableLoader, seed_all
 from torch import nn
@@ -354,6 +354,22 @@ def test_a_resumed_run_is_equal(
     assert_same(final(trainer), expected)
     assert "guard.step() last" not in caplog.text
     assert "enumerate" not in caplog.text, "Lightning counts the batches"
+
+
+def test_a_restore_that_fails_leaves_no_checkpoint_in_lightning(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next ``fit`` of the trainer would load the rest of it."""
+    case, own = CASES["in an epoch"], SwansongCallback(socket=daemon.path)
+    with pytest.raises(Preempted):
+        fit(case, own, Notice(daemon, own, case))
+    restore_newest(daemon)
+    monkeypatch.setattr(EarlyStopping, "load_state_dict", dict.__getitem__)
+    again = SwansongCallback(socket=daemon.path)
+    with pytest.raises(RestoreError):
+        fit(case, again)
+    assert again._state is not None
+    assert not again._state.extras._trainer._checkpoint_connector._loaded_checkpoint
 
 
 def test_a_finished_fit_does_not_train_again(daemon: FakeDaemon) -> None:

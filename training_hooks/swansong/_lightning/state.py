@@ -253,13 +253,15 @@ class _Extras:
         module.on_load_checkpoint(checkpoint)
         connector = trainer._checkpoint_connector  # noqa: SLF001 - it has no public name
         of_script, connector._loaded_checkpoint = connector._loaded_checkpoint, checkpoint  # noqa: SLF001
-        connector.restore_datamodule()
-        connector.restore_callbacks()
-        for each in trainer.callbacks:
-            if isinstance(each, pl.callbacks.BaseFinetuning):
-                each.on_fit_start(trainer, module)
-        connector.restore_precision_plugin_state()
-        connector._loaded_checkpoint = of_script  # noqa: SLF001
+        try:
+            connector.restore_datamodule()
+            connector.restore_callbacks()
+            for each in trainer.callbacks:
+                if isinstance(each, pl.callbacks.BaseFinetuning):
+                    each.on_fit_start(trainer, module)
+            connector.restore_precision_plugin_state()
+        finally:
+            connector._loaded_checkpoint = of_script  # noqa: SLF001
         trainer.fit_loop.load_state_dict(checkpoint["loops"]["fit_loop"])
         self._load_schedulers(checkpoint["lr_schedulers"])
         frozen = set(state["frozen"])
