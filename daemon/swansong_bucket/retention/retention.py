@@ -34,7 +34,6 @@ from datetime import UTC, datetime
 from itertools import groupby
 
 from swansong_bucket.config.sections import RetentionConfig
-from swansong_bucket.format.wall import WALL_S_MAX
 from swansong_bucket.model import CommitRef, is_healthy
 
 _HOUR_S = 3600.0
@@ -188,8 +187,10 @@ def _by_rule(
 
 
 def _month(wall_s: float) -> Hashable:
-    moment = datetime.fromtimestamp(min(max(0.0, wall_s), WALL_S_MAX), UTC)
-    return moment.year, moment.month
+    # The calendar repeats after 400 years.  The clock of a VM may show any time.
+    cycle, within_s = divmod(wall_s, 146_097 * _DAY_S)
+    moment = datetime.fromtimestamp(within_s, UTC)
+    return cycle, moment.year, moment.month
 
 
 def _last_of_each(

@@ -191,6 +191,14 @@ def test_the_last_commit_of_each_span_stays() -> None:
     assert {step for step, reasons in found.items() if "hourly" in reasons} == {999, 59, 53, 47}
 
 
+@pytest.mark.parametrize("now_wall_s", [0.0, 5e9, 1e15])
+def test_each_month_counts_whatever_the_clock_shows(now_wall_s: float) -> None:
+    """The clock of the VM may be at 1970, or centuries ahead; the store knows the ages."""
+    old = [whole(step, (20 - step) * 31 * DAY_S) for step in range(20)]
+    found = reasons_to_keep(old, {}, rules(keep_monthly=12), now_wall_s)
+    assert sum("monthly" in reasons for reasons in found.values()) == 12
+
+
 def test_steps_count_in_the_line_that_ends_with_the_newest_commit() -> None:
     """The first commit of each interval stays; one that a newer generation repeated does not count."""
     old = [whole(step, 9 * DAY_S) for step in (0, 90, 110, 190, 210, 290, 305)]
