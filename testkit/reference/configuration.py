@@ -37,6 +37,11 @@ class _Section:
     keys: tuple[_Key, ...]
 
 
+def section_keys() -> dict[str, tuple[str, ...]]:
+    """All keys of the configuration, by section."""
+    return {section.name: tuple(key.name for key in section.keys) for section in _sections()}
+
+
 def _sections() -> Iterator[_Section]:
     first: dict[int, str] = {}
     """Key at which a declaration occurs first: the sections of stores share some."""

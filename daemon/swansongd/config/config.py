@@ -388,11 +388,6 @@ class Config:
 _SECTIONS: dict[str, type[Any]] = get_type_hints(Config)
 
 
-def section_keys() -> dict[str, tuple[str, ...]]:
-    """All keys, by section."""
-    return {name: tuple(_fields(section)) for name, section in _SECTIONS.items()}
-
-
 # ---------------------------------------------------------------- reading the file
 
 

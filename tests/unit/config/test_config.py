@@ -21,7 +21,9 @@ from hypothesis import strategies as st
 from swansong_bucket.config.values import InvalidValue, Reader, signal_number
 from swansong_bucket.errors import ConfigError
 from swansong_bucket.stores.opening import open_mirror
-from swansongd.config.config import METADATA_TIMEOUT_S, Config, load, parse, section_keys
+from swansongd.config.config import METADATA_TIMEOUT_S, Config, load, parse
+
+from testkit.reference.configuration import section_keys
 
 EXAMPLE = resources.files("swansongd").joinpath("swansong.example.toml").read_text()
 MINIMAL: dict[str, Any] = {

@@ -16,12 +16,13 @@ import pytest
 from swansong_bucket.model import PEER_SOURCE, Health, Severity, Verdict
 from swansong_tools.commands import ls
 from swansongd import sources
-from swansongd.config.config import METADATA_TIMEOUT_S, section_keys
+from swansongd.config.config import METADATA_TIMEOUT_S
 from swansongd.core import notices, state
 from swansongd.observe.status import DaemonStatus
 from swansongd.sources import gcp, metadata
 
 from testkit import REPOSITORY
+from testkit.reference.configuration import section_keys
 
 SOURCES = sorted((REPOSITORY / "daemon").glob("*/**/*.py"))
 PAGES = {
