@@ -342,7 +342,9 @@ class Committer:
                     if first.pace:
                         self._post(PaceRead(first.pace))
         except SwansongError as error:
-            _log.warning("newest_commit_not_read", commit=str(newest), error=error.line())
+            _log.warning(
+                "newest_commit_not_read", commit=str(newest), kind=error.kind, error=error.line()
+            )
 
     def _date(self, newest: CommitRef, created: str) -> None:
         then_s, now_s = wall.instant_s(created), wall.instant_s(self._wall())
@@ -361,7 +363,7 @@ class Committer:
                 self._store, self._keys, generation, is_cancelled=self._is_expedited.is_set
             )
         except SwansongError as error:
-            _log.warning("history_not_read", error=error.line())
+            _log.warning("history_not_read", kind=error.kind, error=error.line())
         else:
             if history != History():
                 self._post(HistoryRead(history.observed_s, history.uncovered))
@@ -453,7 +455,7 @@ class Committer:
         try:
             self._store.put(key, data, if_absent=True)
         except StoreError as error:
-            _log.warning("farewell_not_stored", error=str(error))
+            _log.warning("farewell_not_stored", kind=error.kind, error=str(error))
 
 
 def _fence_of(error: FencedError, start_id: str = "") -> FenceFound:

@@ -74,7 +74,7 @@ class Locker:
         except (Stopped, StoreError) as error:
             if isinstance(error, Stopped) or self._is_urgent():
                 return
-            _log.error("retention_not_extended", error=str(error), hint=error.hint)
+            _log.error("retention_not_extended", kind=error.kind, error=str(error), hint=error.hint)
             self._health.failed(_LOCK, error.line())
         else:
             _log.info("retention_extended", objects=len(due))

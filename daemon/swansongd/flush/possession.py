@@ -144,7 +144,7 @@ class Possession:
         try:
             why = self._defect(sample)
         except StoreError as error:  # it proves nothing about the chunk
-            _log.warning("chunk_not_read_back", key=chunk.key, error=error.line())
+            _log.warning("chunk_not_read_back", key=chunk.key, kind=error.kind, error=error.line())
         except Exception:
             _log.exception("possession_fault")
         else:

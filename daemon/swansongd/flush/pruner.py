@@ -77,7 +77,7 @@ class Pruner:
             except SwansongError as error:
                 wait_s = self._retry_s
                 self._count_failure()
-                _log.error("prune_failed", error=error.line())
+                _log.error("prune_failed", kind=error.kind, error=error.line())
             except Exception:
                 wait_s = self._retry_s
                 self._count_failure()

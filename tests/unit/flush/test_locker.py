@@ -160,6 +160,7 @@ def test_a_failed_extension_prevents_no_commit() -> None:
         rig.extend(OLD)
     [entry] = [each for each in logs if each["event"] == "retention_not_extended"]
     assert OLD in entry["error"]
+    assert entry["kind"] == "refused"
     assert entry["hint"] == "Allow s3:PutObjectRetention"
     assert rig.events
     rig.store.before = lambda *_: None
