@@ -95,12 +95,15 @@ def test_the_answer_to_an_earlier_request_does_not_count() -> None:
 
 
 def test_a_set_of_the_current_step_answers() -> None:
-    """It was sealed just before the request, and no step was trained since."""
+    """It was sealed just before the request, for another one or none, and no step was trained since."""
     story = joined(step=10)
-    story.commit(10)
+    sealed = story.seal(10)
     story.notice()
     story.tell(TrainerSealed(1, story.request_id, 10, 1.0, 1))
     story.scan()
+    assert story.evacuation.request is not None
+    assert story.evacuation.request.answer == sealed.id
+    story.store_all()
     assert story.verdicts == ["SAFE generation 2 step 10"]
 
 
