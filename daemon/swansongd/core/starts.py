@@ -182,9 +182,9 @@ def _give_start(transition: Transition) -> None:
     """On one VM, rank 0 of the newest start gives it to the others, one process for each rank."""
     state = transition.state
     named = {t.start_id: t for t in state.connected if t.rank == 0 and t.start_id and t.nodes == 1}
-    start = next((start for start in reversed(state.starts.known) if start.id in named), None)
-    if start is None:
-        return
+    start = state.starts.newest
+    if start is None or start.id not in named:
+        return  # a late rank 0 of an earlier start has nothing to give
     first = named[start.id]
     unnamed = [
         replace(trainer, start_id=start.id)

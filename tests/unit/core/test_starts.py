@@ -285,6 +285,17 @@ def test_a_late_process_is_of_an_earlier_start_before_the_newest_one_has_reconne
     assert story.state.start == story.state.start_of("new")
 
 
+@pytest.mark.fault("H01")
+def test_a_late_rank_0_gives_its_start_to_no_rank_of_the_newest_one() -> None:
+    """The daemon was restarted before rank 1 knew its start, and its rank 0 is the last to reconnect."""
+    story = Story(recorded=(Start(id="new", generation=2, began_ticks=1200),))
+    story.join(1, rank=0, ranks=2, pid=101, start_id="old")
+    story.join(2, rank=1, ranks=2, pid=201, start_id="")
+    assert not story.all(StartDrawn)
+    story.join(3, rank=0, ranks=2, pid=200, start_id="new")
+    assert story.sent(StartDrawn) == [Send(StartDrawn("new"), (2,))]
+
+
 def test_an_older_process_may_begin_another_start_once_the_newest_has_ended() -> None:
     """A notebook that was opened before the last training attaches after its end."""
     story = Story(recorded=(Start(id="s", generation=2, began_ticks=1200),))

@@ -142,10 +142,14 @@ class Rendezvous:
             self.send(Finish(self._met_id))
 
     def finished(self, answer: Finished) -> None:
-        """Record that the daemon of this VM has committed what earlier starts have sealed here."""
+        """Record that the daemon of this VM has committed what earlier starts have sealed here.
+
+        The daemon sends its answers to all ranks, also those about a start that another launch asks for.
+        """
         with self._changed:
-            self._answer = answer
-            self._changed.notify_all()
+            if answer.start_id == self._met_id:
+                self._answer = answer
+                self._changed.notify_all()
 
     def store_failed(self, reason: str) -> None:
         """Record why the store failed, for the error that :meth:`wait` raises."""
@@ -237,13 +241,12 @@ class Rendezvous:
         published: Finished | None = None
 
         def has_news() -> bool:
-            is_new = self._answer is not None and self._answer != published
-            return self.closed.is_set() or (is_new and self._answer_for(met_id) is not None)
+            return self.closed.is_set() or self._answer != published
 
         while not store.check([may_begin]) and time.monotonic() < give_up_mono_s:
             with self._changed:
                 self._changed.wait_for(has_news, self.poll_s)
-                answer = self._answer_for(met_id)
+                answer = self._answer
             if self.closed.is_set():
                 return
             if answer is not None and answer != published:
@@ -253,10 +256,6 @@ class Rendezvous:
                 continue
             if has_all_shares([_parsed(data) for data in store.multi_get(answers)]):
                 store.set(may_begin, "")
-
-    def _answer_for(self, met_id: str) -> Finished | None:
-        answer = self._answer
-        return answer if answer is not None and answer.start_id == met_id else None
 
 
 def _parsed(data: bytes) -> Finished | None:
