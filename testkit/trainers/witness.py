@@ -3,16 +3,13 @@
 
     python witness.py --steps 100 --every-steps 10
 
-Its state is the number of the step, in a few files.  With ``--die-in-save N`` it is killed in the middle of
-its first save at step N or later.
+Its state is the number of the step, in a few files.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -33,18 +30,13 @@ def emit(**facts: object) -> None:
 
 
 class Training:
-    def __init__(self, size_bytes: int, die_in_save: int | None) -> None:
+    def __init__(self, size_bytes: int) -> None:
         self.step = 0
         self.size_bytes = size_bytes
-        self.die_in_save = die_in_save
 
     def save(self, directory: Path) -> None:
         for name in FILES:
-            data = content(self.step, name, self.size_bytes)
-            if self.die_in_save is not None and self.step >= self.die_in_save:
-                (directory / name).write_bytes(data[: len(data) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
-            (directory / name).write_bytes(data)
+            (directory / name).write_bytes(content(self.step, name, self.size_bytes))
 
     def load(self, directory: Path) -> None:
         first = (directory / FILES[0]).read_bytes()
@@ -59,11 +51,10 @@ def main() -> None:
     parser.add_argument("--every-steps", type=int, default=None)
     parser.add_argument("--step-delay-s", type=float, default=0.01)
     parser.add_argument("--size-bytes", type=int, default=1000, help="of each file")
-    parser.add_argument("--die-in-save", type=int, default=None)
     parser.add_argument("--finish", action="store_true", help="mark the end of the run")
     parser.add_argument("--stop-after-save", action="store_true", help="end with code 75")
     options = parser.parse_args()
-    training = Training(options.size_bytes, options.die_in_save)
+    training = Training(options.size_bytes)
     guard = swansong.attach(
         save=training.save,
         load=training.load,

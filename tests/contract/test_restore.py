@@ -235,13 +235,14 @@ def test_shards_without_a_manifest_are_not_a_commit(store: FileStore, to: Path) 
 
 
 def test_nothing_whole_lists_all_reasons(store: FileStore, tmp_path: Path, to: Path) -> None:
-    """If every commit is damaged, the error names each with its reason, and no file is left."""
+    """If every commit is damaged, the error names each with its reason; no trainer may start from scratch."""
     flip_in_shard(tmp_path)
     in_store(tmp_path, 100, "model.pt").unlink()
     with pytest.raises(NothingToRestore) as caught:
         restore(store, KEYS, RestoreTarget(to))
     assert "generation 1 step 200: deep/er/optim.pt does not match" in str(caught.value)
     assert "generation 1 step 100: model.pt is missing" in str(caught.value)
+    assert not caught.value.is_fresh
     assert os.listdir(to.parent) == []
 
 

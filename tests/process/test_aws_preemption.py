@@ -61,30 +61,6 @@ def test_a_notice_becomes_a_commit_before_the_deadline(
     assert sorted(entry["at_s"] for entry in timeline) == [entry["at_s"] for entry in timeline]
 
 
-def test_the_next_vm_ends_with_the_same_weights(
-    aws: Aws, bucket: Bucket, new_vm: Any, weights_after: Any
-) -> None:
-    """A preempted run ends with the same bits as a run without interruption."""
-    command_line = ("--steps", "300")
-    first = new_vm("first", bucket.store, metadata=aws.metadata, warm=None)
-    daemon = first.start_daemon()
-    trainer = first.start_trainer(*command_line, "--step-delay-s", "0.01")
-    trainer.lines.wait(step=20)
-    aws.notice("terminate", in_s=30)
-    saved = daemon.lines.wait(event="verdict", verdict="SAFE")["step"]
-    first.power_off()
-    aws.withdraw()  # the notice was for the first VM
-
-    second = new_vm("second", bucket.store, metadata=aws.metadata, warm=None)
-    second.start_daemon()
-    trainer = second.start_trainer(*command_line)
-
-    assert trainer.wait() == 0
-    assert trainer.lines.all()[0]["step"] == saved + 1
-    assert 20 <= saved < 300
-    assert trainer.lines.all()[-1] == {"weights_sha256": weights_after(300)}
-
-
 @pytest.mark.fault("N09")
 def test_one_notice_is_one_emergency_checkpoint(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str

@@ -248,27 +248,28 @@ def test_staging_not_writable() -> None:
 
 
 @pytest.fixture
-def new_vm(new_vm: NewVm) -> NewVm:
-    """VMs that start the installed daemon: /proc, which doctor reads, has no environment of a fork."""
-    return partial(new_vm, warm=None)
-
-
-@pytest.fixture
 def vm(new_vm: NewVm, bucket: Bucket, aws: Aws) -> Vm:
     """A VM on AWS without faults; the daemon does not run yet."""
     made: Vm = new_vm("a", bucket.store, metadata=aws.metadata)
     return made
 
 
+@pytest.fixture
+def installed_vm(new_vm: NewVm, bucket: Bucket, aws: Aws) -> Vm:
+    """Like ``vm``, with the installed daemon: /proc, which doctor reads, has no environment of a fork."""
+    made: Vm = new_vm("a", bucket.store, metadata=aws.metadata, warm=None)
+    return made
+
+
 @pytest.mark.fault("S16")
-def test_a_good_installation_on_aws_has_no_failure(vm: Vm, bucket: Bucket) -> None:
+def test_a_good_installation_on_aws_has_no_failure(installed_vm: Vm, bucket: Bucket) -> None:
     """The exit code is 0, every path and kind of request was checked, no object is left in the bucket.
 
     Only the daemon's environment contains the right credentials.
     """
-    vm.start_daemon()
+    installed_vm.start_daemon()
     wrong = {"AWS_ACCESS_KEY_ID": "other", "AWS_SECRET_ACCESS_KEY": SECRET}
-    code, findings = findings_of(vm, **wrong, HOME="/nonexistent")
+    code, findings = findings_of(installed_vm, **wrong, HOME="/nonexistent")
     assert code == 0, findings
     assert names(findings, "failure") == set()
     assert names(findings, "warning") == {"versioning", "bucket policy"}
@@ -335,14 +336,15 @@ def test_a_disk_without_room(new_vm: NewVm, tmp_path: Path) -> None:
 
 
 def test_a_trainer_that_never_reached_the_daemon_is_named(
-    new_vm: NewVm, bucket: Bucket, aws: Aws
+    installed_vm: Vm, warm_python: str
 ) -> None:
     """Doctor and status name the configured process with a fix until it connects, and then not any more."""
-    vm = new_vm("a", bucket.store, metadata=aws.metadata)
+    vm = installed_vm
     vm.config.write_text(
         vm.config.read_text().replace("[trainer]", f'[trainer]\npid_file = "{vm.pid_file}"')
     )
     vm.start_daemon()
+    vm.warm = warm_python  # for the trainer and the commands
     with subprocess.Popen(["sleep", "600"]) as trainer:
         vm.pid_file.write_text(str(trainer.pid))
         vm.pid_file.chmod(0o600)
@@ -382,11 +384,13 @@ def test_the_command_that_starts_the_daemon_works(vm: Vm) -> None:
 
 
 @pytest.mark.fault("S15", "S16")
-def test_variables_that_redirect_the_daemon_are_a_warning(vm: Vm) -> None:
+def test_variables_that_redirect_the_daemon_are_a_warning(installed_vm: Vm) -> None:
     """Doctor reads the names from the daemon's environment; it never prints values, which may be secret."""
     variables = ("HTTP_PROXY", "AWS_EC2_METADATA_SERVICE_ENDPOINT")
-    daemon = vm.start_daemon(**dict.fromkeys(variables, f"http://user:{SECRET}@127.0.0.1:9"))
-    findings = findings_of(vm)[1]
+    daemon = installed_vm.start_daemon(
+        **dict.fromkeys(variables, f"http://user:{SECRET}@127.0.0.1:9")
+    )
+    findings = findings_of(installed_vm)[1]
     # The daemon also uses the proxy for its store.  This proxy does not exist, so the store fails.
     assert names(findings, "failure") == {"bucket"}, findings
     assert findings["environment"]["level"] == "warning"

@@ -11,8 +11,12 @@ import pytest
 from testkit.clouds import Aws, Bucket
 from testkit.rig import Process, Vm
 from testkit.waiting import until
-from tests.process.test_follow_ups import SOON, newest_step, safe_steps
 
+SOON = {
+    "swansongd.core.schedule.INTERVAL_MIN_S": 1.0,
+    "swansongd.restore.predecessor._QUIET_INTERVAL_S": 0.5,
+}
+"""Follow-ups, and looks for another VM, are 5 s apart without these constants."""
 HANDOVER = {"run": {"handover": True}}
 
 
@@ -32,6 +36,17 @@ def waiting(new_vm: Any, bucket: Bucket, witness: str) -> tuple[Vm, Process, Pro
     return vm, daemon, trainer
 
 
+def safe_steps(daemon: Process) -> list[int]:
+    """The steps of the reported verdicts, all of which are SAFE."""
+    verdicts = daemon.lines.all(event="verdict")
+    assert {verdict["verdict"] for verdict in verdicts} <= {"SAFE"}
+    return [verdict["step"] for verdict in verdicts]
+
+
+def newest_step(trainer: Process) -> int:
+    return max(int(line["step"]) for line in trainer.lines.all() if "step" in line)
+
+
 def prefetched(daemon: Process) -> int:
     """The newest step that the daemon has fetched; -1 before the first one."""
     return max((line["step"] for line in daemon.lines.all(event="prefetched")), default=-1)
@@ -46,7 +61,7 @@ def test_the_next_vm_resumes_from_the_last_commit_of_the_one_before(
     daemon = old.start_daemon()
     first = old.start_trainer("--step-delay-s", "0.05", script=witness)
     first.lines.wait(step=5)
-    aws.notice(in_s=300)
+    aws.notice(in_s=120)
     until(lambda: len(safe_steps(daemon)) >= 1, what="SAFE")
     vm, next_daemon, second = waiting(new_vm, bucket, witness)
     before = len(safe_steps(daemon))

@@ -138,6 +138,7 @@ def test_training_continues_after_a_withdrawn_notice(vm: Vm) -> None:
     assert vm.status()["state"] == "IDLE"
 
 
+@pytest.mark.fault("T01")
 def test_verdicts_without_training_and_without_a_commit_have_exit_codes(
     bucket: Bucket, new_vm: Any, witness: str
 ) -> None:

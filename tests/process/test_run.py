@@ -127,9 +127,8 @@ def start(tmp_path: Path, warm_python: str) -> Iterator[Start]:
 
 
 @pytest.mark.fault("OE03")
-@pytest.mark.parametrize("launcher", ["", "torchrun"])
 def test_a_notice_ends_safe_and_the_next_start_resumes(
-    aws: Aws, bucket: Bucket, new_vm: Any, start: Start, launcher: str
+    aws: Aws, bucket: Bucket, new_vm: Any, start: Start
 ) -> None:
     """The verdict is printed, the exit code is 75, and the same command line resumes from that step.
 
@@ -138,7 +137,7 @@ def test_a_notice_ends_safe_and_the_next_start_resumes(
     assert EXIT_SAVED == swansong.EXIT_SAVED
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     options = ("--config", str(vm.config), "run", "--restarts", "0")
-    first = start("stop", launcher, options=options)
+    first = start("stop", "torchrun", options=options)
     first.lines.wait(step=10)
     aws.notice(in_s=30)
     assert first.process.wait() == EXIT_SAVED
@@ -146,7 +145,10 @@ def test_a_notice_ends_safe_and_the_next_start_resumes(
     step = int(first.said(r"SAFE: generation 1 step (\d+) is committed")[1])
     assert [manifest["step"] for manifest in bucket.manifests()] == [step]
     aws.withdraw()
-    start("stop", options=options).lines.wait(resumed=step)
+    second = start("stop", options=options)
+    second.lines.wait(resumed=step)
+    aws.notice(in_s=30)
+    assert second.process.wait() == EXIT_SAVED
 
 
 def test_ctrl_c_saves_and_a_failed_daemon_is_started_again(start: Start) -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from testkit.clouds import Aws, Bucket
+from testkit import TRAINERS
+from testkit.clouds import Bucket
 from testkit.other_users import needs_root
-from testkit.positions import train
-from testkit.rig import Vm
+from testkit.rig import Process, Vm
 from testkit.staged import another_boot, seal_files
-from testkit.waiting import until
 from tests.process.conftest import NewVm
 
 STRANGER = 12345
@@ -31,43 +31,9 @@ def outage(bucket: Bucket) -> Iterator[None]:
     bucket.order("clear")
 
 
-def newest(vm: Vm) -> tuple[int, int]:
-    row = vm.commits()[0]
-    return row["generation"], row["step"]
-
-
-@pytest.mark.fault("G03", "T12")
-def test_the_verdict_names_no_discarded_commit(
-    aws: Aws, bucket: Bucket, new_vm: NewVm, tmp_path: Path
-) -> None:
-    """An operator goes back to step 60 while step 220 is committed.
-
-    Step 220 stands until the new start commits.  SAFE names a step of the new start, and the next VM resumes
-    from it.
-    """
-    vm = new_vm("a", bucket.store, metadata=aws.metadata)
-    daemon = vm.start_daemon()
-    first = train(vm, "--steps", "220", "--save-at", "60,220")
-    daemon.lines.wait(event="committed", step=220)
-    assert first.wait() == 0
-    chosen = tmp_path / "chosen"
-    assert vm.swansong("restore", "--step", "60", "--to", str(chosen)).returncode == 0
-
-    second = train(vm, SWANSONG_RESTORE=str(chosen))
-    assert second.lines.wait(event="resumed")["step"] == 60
-    until(lambda: vm.status()["generation"] == 2, what="the generation of the second start")
-    assert newest(vm) == (1, 220)
-    aws.notice(in_s=60)
-    verdict = daemon.lines.wait(event="verdict")
-    assert (verdict["verdict"], verdict["generation"]) == ("SAFE", 2)
-    assert 60 < verdict["step"] < 220, "the test is too slow: the second start has caught up"
-
-    vm.power_off()
-    aws.withdraw()
-    next_vm = new_vm("b", bucket.store)
-    next_vm.start_daemon()
-    third = train(next_vm, "--steps", "1")
-    assert third.lines.wait(event="resumed")["step"] == verdict["step"]
+def train(vm: Vm, *arguments: str, **env: str) -> Process:
+    command = [sys.executable, "-u", str(TRAINERS / "positioned.py"), *arguments]
+    return vm.spawn(command, lines_on="stdout", **{"SWANSONG_SOCKET": str(vm.socket), **env})
 
 
 @pytest.mark.fault("D06", "G11")
@@ -99,32 +65,6 @@ def test_a_set_that_survived_a_power_cut_is_resumed_from(
     daemon.lines.wait(event="committed", step=175)
     trainer = train(vm, "--steps", "3")
     assert trainer.lines.wait(event="resumed")["step"] == 175
-
-
-@pytest.mark.fault("G04", "D06")
-def test_a_surviving_set_that_another_vm_has_overtaken_is_not_resumed_from(
-    bucket: Bucket, new_vm: NewVm, tmp_path: Path
-) -> None:
-    """Step 175 survived on one VM; another VM continued from step 120, and its commit is the newest state."""
-    first = new_vm("a", bucket.store)
-    daemon = first.start_daemon()
-    assert train(first, "--steps", "120", "--save-at", "120").wait() == 0
-    daemon.lines.wait(event="committed", step=120)
-    daemon.kill()
-    seal_files(first.run_directory, 175, {"x": b"175"}, start_id=recorded_start(first))
-    another_boot(first.run_directory)
-    second = new_vm("b", bucket.store)
-    daemon = second.start_daemon()
-    assert train(second, "--steps", "130", "--save-at", "130").wait() == 0
-    daemon.lines.wait(event="committed", step=130)
-    daemon.kill()
-
-    there = tmp_path / "there"
-    answer = first.swansong("restore", "--local", "--to", str(there), "--json")
-    assert json.loads(answer.stdout)["step"] == 130, answer.stderr
-    first.start_daemon()
-    assert train(first, "--steps", "1").lines.wait(event="resumed")["step"] == 130
-    assert {row["step"] for row in first.commits()} == {120, 130}
 
 
 def test_local_excludes_every_other_choice(bucket: Bucket, new_vm: NewVm, tmp_path: Path) -> None:
@@ -159,21 +99,6 @@ def test_a_local_restore_needs_the_user_of_the_daemon(
     assert (answer.returncode, (tmp_path / "there").exists()) == (0, False), answer.stderr
 
 
-@pytest.mark.fault("T12")
-def test_a_trainer_without_hooks_that_starts_behind(bucket: Bucket, new_vm: NewVm) -> None:
-    """A framework writes step 100 after step 200 was committed: a resume takes step 100, later step 110."""
-    vm = new_vm("a", bucket.store)
-    daemon = vm.start_daemon()
-    adopted(vm.run_directory / "checkpoint-200")
-    daemon.lines.wait(event="committed", step=200)
-    adopted(vm.run_directory / "checkpoint-100")
-    assert daemon.lines.wait(event="committed", step=100)["generation"] == 2
-    assert newest(vm) == (2, 100)
-    adopted(vm.run_directory / "checkpoint-110")
-    assert daemon.lines.wait(event="committed", step=110)["generation"] == 2
-    assert newest(vm) == (2, 110)
-
-
 @pytest.mark.fault("S19", "T12")
 def test_a_second_process_of_the_same_rank_is_refused(
     bucket: Bucket, new_vm: NewVm, tmp_path: Path
@@ -196,17 +121,3 @@ def test_a_second_process_of_the_same_rank_is_refused(
     first.kill()
     assert train(vm).lines.wait(event="resumed")["step"] == 0
     assert daemon.popen.poll() is None
-
-
-def recorded_start(vm: Vm) -> str:
-    """Id of the newest start that the daemon has recorded."""
-    record = vm.run_directory / ".swansongd" / "claim.json"
-    start: str = json.loads(record.read_bytes())["starts"][-1]["id"]
-    return start
-
-
-def adopted(directory: Path) -> None:
-    """A checkpoint of the Hugging Face Trainer."""
-    directory.mkdir()
-    (directory / "model.safetensors").write_bytes(b"weights")
-    (directory / "trainer_state.json").write_text("{}")

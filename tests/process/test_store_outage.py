@@ -9,42 +9,8 @@ from typing import Any
 import pytest
 from swansongd.core.staged_sets import NEWEST
 
-from testkit.clouds import Aws, Bucket
+from testkit.clouds import Bucket
 from testkit.waiting import until
-
-
-@pytest.mark.fault("O04")
-def test_a_store_that_recovers_before_the_deadline_is_sufficient(
-    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
-) -> None:
-    """For 3 s every request fails with SlowDown; then the commit is made, once."""
-    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
-    daemon = vm.start_daemon()
-    daemon.lines.wait(event="health", source="store", health="ok")
-    vm.start_trainer(script=witness).lines.wait(step=5)
-    bucket.order("outage", seconds=3)
-    aws.notice(in_s=30)
-
-    verdict = daemon.lines.wait(event="verdict")
-    assert verdict["verdict"] == "SAFE"
-    assert daemon.lines.all(event="store_recovered")
-    assert [manifest["step"] for manifest in bucket.manifests()] == [verdict["step"]]
-
-
-def test_data_sent_after_the_deadline_is_committed_immediately(
-    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
-) -> None:
-    """The VM runs longer than promised: data and manifest both use the time."""
-    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
-    daemon = vm.start_daemon()
-    daemon.lines.wait(event="health", source="store", health="ok")
-    vm.start_trainer(script=witness).lines.wait(step=5)
-    bucket.order("outage", seconds=6)
-    aws.notice(in_s=3)
-
-    assert daemon.lines.wait(event="verdict")["verdict"] == "LOST"
-    assert daemon.lines.wait(event="verdict", verdict="SAFE")["slack_s"] < -1
-    assert not daemon.lines.all(event="outlived_deadline")
 
 
 @pytest.mark.fault("O24")

@@ -82,6 +82,19 @@ def test_a_shutdown_waits_for_the_manifest_of_a_set_that_is_removed() -> None:
     assert story.verdicts == ["SAFE generation 2 step 9 (final)"]
 
 
+@pytest.mark.fault("H03")
+def test_a_shutdown_soon_after_a_restart_finds_a_finished_run_safe() -> None:
+    """No trainer of a finished run reconnects, so the daemon waits for none."""
+    story = finished()
+    story.leave()
+    story.staging.clear()
+    story = story.restarted()
+    story.notice(60, LOGIND_SOURCE, severity=Severity.SHUTTING_DOWN)
+    story.scan()
+    story.wait(0.1)
+    assert story.verdicts == ["SAFE generation 2 step 9 (final)"]
+
+
 def test_the_end_answers_a_request_that_the_ranks_cannot_answer() -> None:
     """The ranks accepted, and their script ended: no further step comes."""
     story = Story()

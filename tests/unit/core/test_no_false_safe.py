@@ -153,6 +153,21 @@ def test_a_shutdown_of_the_host_waits_for_a_set_in_flight() -> None:
     assert story.state.commits.last_complete == CommitRef(2, 880)
 
 
+@pytest.mark.fault("H03", "O03")
+def test_a_shutdown_of_the_host_waits_for_no_set_that_cannot_fit() -> None:
+    """By the measured rate of the store, its bytes take three times the grace period."""
+    story = joined(step=3)
+    story.commit(3, "first", after_s=10)  # 100 MiB
+    story.notice(1800, "manual")
+    story.serve(3)
+    story.seal(880, "newer", size_bytes=2000 * MIB)
+    story.notice(60, HOST_SOURCE, severity=Severity.SHUTTING_DOWN)
+    story.scan()
+    story.wait(0.1)
+    assert story.all(Exit)
+    assert story.verdicts[-1] == "SAFE generation 2 step 4"
+
+
 def test_the_end_of_a_run_does_not_answer_for_the_start_that_was_asked() -> None:
     """The start before ended the run; rank 1 of the next one was asked before rank 0 named its start."""
     story = committed(5)
@@ -209,3 +224,14 @@ def test_a_restarted_daemon_proves_safe_again(newest: CommitRef | None, expected
     after.accept(9)
     after.leave()
     assert after.conclude()[-1] == expected
+
+
+def test_safe_is_not_repeated_while_the_start_has_not_reconnected() -> None:
+    """While the daemon was down, training may have been started again from an earlier step."""
+    story = committed(5, at=6)
+    story.notice(60)
+    story.serve(6)
+    (live,) = story.state.notices.live.values()
+    after = story.restarted()
+    after.tell(NoticeRaised(live))
+    assert after.conclude() == ["PARTIAL generation 2 step 7"]
