@@ -17,9 +17,9 @@ from testkit.waiting import until
 
 
 @pytest.fixture
-def narrow(request: pytest.FixtureRequest, gcs: EmulatorProcess, store: dict[str, str]) -> None:
+def narrow(gcs: EmulatorProcess, store: dict[str, str]) -> None:
     """The role of packer/permissions, which may not delete, and so may not overwrite."""
-    control(gcs.url, f"role?delete=0&first={request.param}")
+    control(gcs.url, "role?delete=0&first=rights")
 
 
 @pytest.fixture
@@ -60,7 +60,6 @@ def test_preempted_becomes_a_commit_and_the_next_vm_ends_with_the_same_weights(
 
 @pytest.mark.fault("O08", "O09", "O11")
 @pytest.mark.usefixtures("narrow")
-@pytest.mark.parametrize("narrow", ["condition", "rights"], indirect=True)
 def test_lost_replies_under_a_role_that_may_not_overwrite(
     gcp: Gcp, gcs: EmulatorProcess, store: dict[str, str], new_vm: Any, witness: str
 ) -> None:

@@ -73,30 +73,6 @@ def pair(tmp_path: Path, new_vm: Callable[..., Vm], opened: ExitStack) -> Pair:
     return Pair(tmp_path, new_vm, opened)
 
 
-@pytest.mark.fault("G17")
-def test_notify_wait_returns_after_the_parts_of_all_vms(pair: Pair) -> None:
-    """No VM reports SAFE before the other VM has committed; then the exit code is 0."""
-    first, second = pair.vms
-    waiting = pair.notify("60s")
-    until(lambda: first.status()["state"] == "WAITING_FOR_PEERS", timeout_s=30)
-    report = first.status()
-    assert report["verdict"] is None
-    assert report["last_commit"]["step"] == 5
-    assert report["part"] == {"generation": 1, "step": 9, "nodes": 2, "nodes_committed": 1}
-    assert report["replication_lag"]["steps"] == 4
-    text = first.status_words()
-    assert "this VM's part of generation 1 step 9 is committed (1 of 2 VMs)" in text
-    assert first.daemon is not None
-    assert not first.daemon.lines.all(event="verdict")
-    assert waiting.popen.poll() is None
-    pair.ranks[1].seal(9)
-    assert waiting.wait() == 0
-    assert waiting.lines.raw == ["SAFE: generation 1 step 9 is committed"]
-    assert first.status()["part"] is None
-    until(lambda: committed(second) == 9, timeout_s=40)
-    assert len(first.daemon.lines.all(event="verdict")) == 1
-
-
 @pytest.mark.fault("G17", "H01")
 def test_a_vm_whose_peer_has_no_daemon_is_not_safe(pair: Pair, tmp_path: Path) -> None:
     """At the deadline the exit code is that of PARTIAL; command, log and farewell report both commits."""
@@ -118,28 +94,6 @@ def test_a_vm_whose_peer_has_no_daemon_is_not_safe(pair: Pair, tmp_path: Path) -
     for farewell in farewells:
         assert (farewell["verdict"], farewell["complete"]) == ("PARTIAL", False)
         assert (farewell["commit"]["step"], farewell["part"]["step"]) == (5, 9)
-
-
-@pytest.mark.fault("N09", "G17")
-def test_a_restarted_survivor_resumes_from_the_set_that_both_vms_sealed(
-    pair: Pair, opened: ExitStack, tmp_path: Path
-) -> None:
-    """One VM commits its part and is terminated; the other is flushing its part when the job restarts."""
-    first, second = pair.vms
-    assert second.daemon is not None
-    pair.ranks[0].seal(9)
-    part = tmp_path / "shelf/run/commits/00000001/000000000009/00000-of-00002.json"
-    until(part.exists, timeout_s=40, what="the first part")
-    first.power_off()
-    pair.ranks[1].seal(9, size_bytes=4_000_000)
-    until(lambda: second.status()["pending_bytes"] > 0, timeout_s=40, what="a flush")
-    pair.ranks[1].close()
-    alone = opened.enter_context(ScriptedRank(second, 0, nodes=1, start_id="second"))
-    alone.send(protocol.RestoreQuery("q", start_id="second"))
-    restored = alone.receive_a(protocol.Restored)
-    assert (restored.step, restored.error) == (9, "")
-    assert second.status()["generation"] == 2
-    assert committed(second) == 9
 
 
 @pytest.mark.fault("G04")
