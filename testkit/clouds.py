@@ -18,7 +18,6 @@ from typing import Any
 from urllib.parse import quote, urlencode
 from xml.etree import ElementTree as ET
 
-from blake3 import blake3
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
@@ -202,9 +201,3 @@ class Bucket:
         with urllib.request.urlopen(request, timeout=10) as answer:
             content: bytes = answer.read()
         return content
-
-
-def digests_of(data: bytes, chunk_bytes: int) -> list[str]:
-    """The digests of the chunks of a large file, in order."""
-    starts = range(0, len(data), chunk_bytes)
-    return [blake3(data[start : start + chunk_bytes]).hexdigest() for start in starts]

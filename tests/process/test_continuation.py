@@ -9,17 +9,14 @@ from typing import Any
 
 import pytest
 
-from testkit.clouds import Bucket, digests_of
+from testkit.clouds import Bucket
 from testkit.killed_daemons import killed_at_each_write
-from testkit.rig import Vm
-from testkit.staged import another_boot, seal_files
-from testkit.waiting import until
+from testkit.staged import seal_files
 
 MIB = 2**20
 CHUNK = 5 * MIB
 FLUSH = {"flush": {"chunk_bytes": "5MiB", "connections": 2}}
 FROZEN = random.Random(7).randbytes(4 * CHUNK + 4321)
-DIGESTS = digests_of(FROZEN, CHUNK)
 
 
 @pytest.mark.fault("H01", "G01", "G02", "O19", "O70")
@@ -46,43 +43,3 @@ def test_killed_at_any_write_the_flush_continues(
     assert starts >= 4
     assert bucket.restored(tmp_path / "restored") == content
     assert chunks_sent <= 6 + 2 * starts, "two connections, so at most two chunks for each start"
-
-
-@pytest.mark.fault("H01", "D06")
-def test_a_reboot_that_keeps_the_disk_continues_the_same_set(
-    bucket: Bucket, new_vm: Any, tmp_path: Path
-) -> None:
-    """No other VM has taken the run over: the next boot commits the set under the generation of its start."""
-    content, vm = _cut_off(bucket, new_vm)
-    another_boot(vm.run_directory)
-    bucket.order("clear")
-    vm.start_daemon().lines.wait(event="committed", step=7)
-
-    assert bucket.restored(tmp_path / "restored") == content
-    (manifest,) = bucket.manifests()
-    assert manifest["generation"] == 1
-    assert all(name.startswith("00000001/") for name, _ in manifest["chunks"])
-    sent = bucket.chunks_sent()
-    assert {DIGESTS.index(digest) for digest in sent if digest in DIGESTS} == {2, 3, 4}
-
-
-def _known(vm: Vm) -> bytes:
-    """The daemon's file of the chunks that it has created."""
-    content: bytes = (vm.run_directory / ".swansongd" / "chunks").read_bytes()
-    return content
-
-
-def _cut_off(bucket: Bucket, new_vm: Any) -> tuple[dict[str, bytes], Vm]:
-    """A daemon that was killed when two of five chunks were stored and the others were in flight."""
-    vm = new_vm("vm", bucket.store, settings=FLUSH)
-    daemon = vm.start_daemon()
-    daemon.lines.wait(event="health", source="store", health="ok")
-    for digest in DIGESTS[2:]:
-        bucket.order("answer", status=503, method="PUT", match=digest, times=1_000_000)
-    content = seal_files(vm.run_directory, 7, {"model.bin": FROZEN, "adapter.bin": b"small"})
-    until(
-        lambda: all(digest.encode() in _known(vm) for digest in DIGESTS[:2]),
-        what="two chunks to be stored",
-    )
-    daemon.kill()
-    return content, vm

@@ -12,11 +12,8 @@ from testkit.clouds import Aws, Bucket
 from testkit.rig import Process, Vm
 from testkit.waiting import until
 
-SOON = {
-    "swansongd.core.schedule.INTERVAL_MIN_S": 1.0,
-    "swansongd.restore.predecessor._QUIET_INTERVAL_S": 0.5,
-}
-"""Follow-ups, and looks for another VM, are 5 s apart without these constants."""
+SOON = {"swansongd.core.schedule.INTERVAL_MIN_S": 1.0}
+"""Follow-ups are 5 s apart without this constant."""
 HANDOVER = {"run": {"handover": True}}
 
 
@@ -61,11 +58,11 @@ def test_the_next_vm_resumes_from_the_last_commit_of_the_one_before(
     daemon = old.start_daemon()
     first = old.start_trainer("--step-delay-s", "0.05", script=witness)
     first.lines.wait(step=5)
-    aws.notice(in_s=120)
+    aws.notice(in_s=300)
     until(lambda: len(safe_steps(daemon)) >= 1, what="SAFE")
     vm, next_daemon, second = waiting(new_vm, bucket, witness)
     before = len(safe_steps(daemon))
-    until(lambda: len(safe_steps(daemon)) >= before + 2, what="two follow-ups meanwhile")
+    until(lambda: len(safe_steps(daemon)) > before, what="a follow-up meanwhile")
     fetched = safe_steps(daemon)[-1]
     until(lambda: prefetched(next_daemon) >= fetched, what="the prefetch of a follow-up")
     report = vm.status()

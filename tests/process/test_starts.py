@@ -62,7 +62,7 @@ def test_a_set_that_survived_a_power_cut_is_resumed_from(
     trainer = train(vm, "--steps", "3", SWANSONG_RESTORE=str(there))
     assert trainer.lines.wait(event="resumed")["step"] == 175
     daemon = vm.start_daemon()
-    daemon.lines.wait(event="committed", step=175)
+    daemon.lines.wait(event="committed", step=175, generation=1)
     trainer = train(vm, "--steps", "3")
     assert trainer.lines.wait(event="resumed")["step"] == 175
 
