@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,8 +23,9 @@ from swansong.protocol import Begin, Hello, Sealed
 from testkit.fake_daemon import FakeDaemon
 from testkit.waiting import until
 
+SHUTDOWN_S = 3
 TRAINER = """
-import json, os, sys, threading, swansong
+import json, os, signal, sys, threading, swansong
 
 where = {"step": 0}
 def save(directory):
@@ -31,6 +33,8 @@ def save(directory):
 def load(directory):
     where["step"] = int((directory / "step").read_text())
 
+if len(sys.argv) > 2:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 guard = swansong.attach(save=save, load=load)
 guard.restore()
 print(json.dumps({"pid": os.getpid(), "rank": os.environ["RANK"]}) + "\\n", end="", flush=True)
@@ -50,7 +54,7 @@ class Torchrun:
     torchrun starts Python unbuffered, so a rank must write its line and the line's end at once.
     """
 
-    def __init__(self, python: str, daemon: FakeDaemon, directory: Path) -> None:
+    def __init__(self, python: str, daemon: FakeDaemon, directory: Path, *arguments: str) -> None:
         script = directory / "train.py"
         script.write_text(TRAINER)
         self.crash = directory / "crash"
@@ -58,7 +62,8 @@ class Torchrun:
             [
                 *(python, "-m", "torch.distributed.run", "--standalone"),
                 *("--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.2"),
-                *("--shutdown-timeout=3", str(script), str(self.crash)),
+                *(f"--shutdown-timeout={SHUTDOWN_S}", str(script), str(self.crash)),
+                *arguments,
             ],
             env={**os.environ, "SWANSONG_SOCKET": daemon.path, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
@@ -130,6 +135,27 @@ def test_sigterm_to_torchrun_ends_the_workers(torchrun: Torchrun) -> None:
     torchrun.popen.send_signal(signal.SIGTERM)
     assert torchrun.popen.wait(60) != 0
     until(lambda: not any(is_alive(pid) for pid in torchrun.pids), what="the workers' end")
+
+
+def test_torchrun_kills_after_its_shutdown_timeout(
+    daemon: FakeDaemon, tmp_path: Path, warm_python: str
+) -> None:
+    """A rank that ignores SIGTERM may step and save until that timeout."""
+    pytest.importorskip("torch")
+    job = Torchrun(warm_python, daemon, tmp_path, "ignore SIGTERM")
+    try:
+        job.wait_ranks()
+        daemon.wait_connected(2)
+        begun_s = time.monotonic()
+        job.popen.send_signal(signal.SIGTERM)
+        daemon.request("late")
+        daemon.wait_for(Sealed)
+        assert all(is_alive(pid) for pid in job.pids)
+        until(lambda: not any(is_alive(pid) for pid in job.pids), timeout_s=60, what="their end")
+        assert time.monotonic() - begun_s >= SHUTDOWN_S
+        assert job.popen.wait(60) != 0
+    finally:
+        job.close()
 
 
 ELASTIC = """

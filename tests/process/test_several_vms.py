@@ -96,6 +96,28 @@ def test_a_vm_whose_peer_has_no_daemon_is_not_safe(pair: Pair, tmp_path: Path) -
         assert (farewell["commit"]["step"], farewell["part"]["step"]) == (5, 9)
 
 
+@pytest.mark.fault("N09", "G17")
+def test_a_restarted_survivor_resumes_from_the_set_that_both_vms_sealed(
+    pair: Pair, opened: ExitStack, tmp_path: Path
+) -> None:
+    """One VM commits its part and is terminated; the other is flushing its part when the job restarts."""
+    first, second = pair.vms
+    assert second.daemon is not None
+    pair.ranks[0].seal(9)
+    part = tmp_path / "shelf/run/commits/00000001/000000000009/00000-of-00002.json"
+    until(part.exists, timeout_s=40, what="the first part")
+    first.power_off()
+    pair.ranks[1].seal(9, size_bytes=4_000_000)
+    until(lambda: second.status()["pending_bytes"] > 0, timeout_s=40, what="a flush")
+    pair.ranks[1].close()
+    alone = opened.enter_context(ScriptedRank(second, 0, nodes=1, start_id="second"))
+    alone.send(protocol.RestoreQuery("q", start_id="second"))
+    restored = alone.receive_a(protocol.Restored)
+    assert (restored.step, restored.error) == (9, "")
+    assert second.status()["generation"] == 2
+    assert committed(second) == 9
+
+
 @pytest.mark.fault("G04")
 def test_a_vm_that_the_job_has_left_behind_reports_it(pair: Pair, opened: ExitStack) -> None:
     """State, command and exit code report the generation of the VM that continues the run, immediately."""

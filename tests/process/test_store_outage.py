@@ -9,8 +9,24 @@ from typing import Any
 import pytest
 from swansongd.core.staged_sets import NEWEST
 
-from testkit.clouds import Bucket
+from testkit.clouds import Aws, Bucket
 from testkit.waiting import until
+
+
+def test_data_sent_after_the_deadline_is_committed_immediately(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """The VM runs longer than promised: data and manifest both use the time."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    daemon.lines.wait(event="health", source="store", health="ok")
+    vm.start_trainer(script=witness).lines.wait(step=5)
+    bucket.order("outage", seconds=6)
+    aws.notice(in_s=3)
+
+    assert daemon.lines.wait(event="verdict")["verdict"] == "LOST"
+    assert daemon.lines.wait(event="verdict", verdict="SAFE")["slack_s"] < -1
+    assert not daemon.lines.all(event="outlived_deadline")
 
 
 @pytest.mark.fault("O24")
