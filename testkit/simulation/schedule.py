@@ -142,9 +142,10 @@ class Schedule:
         except BaseException as error:
             self._fatal, chosen = error, self._main
         if chosen is not me:
+            has_ended = me.has_ended  # from the next line on, the chosen thread may kill this one
             self.current = chosen
             chosen.turn.release()
-            if me.has_ended:
+            if has_ended:
                 return
             me.turn.acquire()
         if self._fatal is not None and me is self._main:

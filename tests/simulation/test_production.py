@@ -95,6 +95,47 @@ def test_an_error_in_the_choice_of_a_thread_ends_the_run() -> None:
     assert "ZeroDivisionError" in done.stderr
 
 
+KILLED_IN_ITS_TURN = """
+import _thread, os
+from testkit.simulation import schedule
+schedule.install()
+world = schedule.Schedule(0)
+is_killed, waits = _thread.allocate_lock(), _thread.allocate_lock()
+is_killed.acquire(), waits.acquire()
+
+class Turn:
+    def __init__(self, task):
+        self.task, self.real = task, task.turn
+    def acquire(self):
+        if self.task.has_ended:
+            waits.release()
+        self.real.acquire()
+    def release(self):
+        self.real.release()
+        if self.task is main:
+            is_killed.acquire()
+
+def run():
+    world.sleep(9)
+    os._exit(1)
+
+main = world.current
+main.turn = Turn(main)
+killed = world.start(run, group="process")
+killed.turn = Turn(killed)
+world.sleep(1)
+world.kill("process")
+is_killed.release()
+waits.acquire()
+"""
+
+
+def test_a_thread_that_is_killed_while_it_passes_its_turn_on_never_runs_again() -> None:
+    """The killer runs before the killed thread returns from the release of the killer's lock."""
+    done = subprocess.run([sys.executable, "-c", KILLED_IN_ITS_TURN], timeout=60, check=False)
+    assert done.returncode == 0
+
+
 def test_a_seed_repeats_exactly() -> None:
     """Two processes with different hash seeds print the same line for a seed."""
     for count, module in ((2, "production"), (1, "production_job")):
