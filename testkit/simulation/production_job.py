@@ -485,6 +485,15 @@ class JobWorld(World):
         self._launch(self._gather(self.random.choice([1, 2])), self.random.choice([1, 2]))
         self._expect_safe_job()
 
+    def _has_periodic(self) -> bool:
+        """Whether a periodic checkpoint of the job is whole, or none is expected."""
+        job = self.jobs[-1]
+        if job.every_steps is None or self.noticed.intersection(job.vms):
+            return True
+        self.schedule.sleep(1)
+        with self.schedule.outside():
+            return self.read_back()[0] == job.line
+
     def _expect_safe_job(self) -> None:
         if not self.schedule.wait(lambda: self.jobs[-1].trains, START_S):
             job = self.jobs[-1]
@@ -493,6 +502,8 @@ class JobWorld(World):
             )
             return
         self.schedule.sleep(self.random.uniform(0, 5))
+        if not any(self._has_periodic() for _ in range(60)):
+            self.problems.append(f"without faults, {self.jobs[-1].line} has no periodic checkpoint")
         at_once = self.random.random() < 0.5
         vms = [vm for vm in self.jobs[-1].vms if vm not in self.noticed]
         for group in [vms] if at_once else [[vm] for vm in vms]:

@@ -88,7 +88,8 @@ def see(transition: Transition, start_id: str, began_ticks: int = 0) -> Start:
     known = state.start_of(start_id)
     if known is not None and known.is_live:
         return known
-    seen = replace(known or Start(id=start_id), is_live=True, is_of_boot=True, is_open=True)
+    seen = replace(known or Start(id=start_id), is_live=True, is_of_boot=True)
+    seen = replace(seen, is_open=not _is_fenced(state, seen))
     others = tuple(start for start in state.starts.known if start.id != start_id)
     if seen.generation is None:
         connected = {first_start(trainer.start_id) for trainer in state.connected}
@@ -503,9 +504,11 @@ def record_claimed(transition: Transition, event: GenerationClaimed) -> None:
     fenced_by = transition.state.starts.fenced_by
     if start is not None:
         # The claim of an earlier boot is confirmed only while it is the newest one of the run.
-        # A fence with this number was the claim of the same start, made by another VM of its job.
-        is_open = start.is_open or not start.is_of_boot or event.generation == fenced_by
-        update(transition, replace(start, generation=event.generation, is_open=is_open))
+        is_open = start.is_open or not start.is_of_boot
+        start = replace(start, generation=event.generation, is_open=is_open)
+        update(transition, start)
+        if _is_fenced(transition.state, start):
+            _fence(transition, [start])
         if event.is_found and start.nodes == 1:
             # A process of it may have connected after a later start.
             in_order = sorted(transition.state.starts.known, key=_place)
@@ -626,8 +629,11 @@ def record_fence(transition: Transition, event: FenceFound) -> None:
     """Another VM has taken the run over.
 
     A job over several VMs may start again here, also on this VM alone; otherwise the daemon ends.  A start
-    that is known from its sets only may be overtaken by a later start of this VM, whose record was lost: that
-    start alone is over.
+    that waits for its claim is not overtaken: it gets a greater generation, or the same one if another VM of
+    its job has made this claim.
+
+    A start that is known from its sets only may be overtaken by a later start of this VM, whose record was
+    lost: that start alone is over.
     """
     state, generation = transition.state, event.generation
     refused = state.start_of(event.start_id)
@@ -637,16 +643,35 @@ def record_fence(transition: Transition, event: FenceFound) -> None:
         return
     if not event.is_news(max(state.generation or 0, state.starts.fenced_by or 0)):
         return
-    is_shared = state.spans_vms or any(
-        start.is_open and start.nodes > 1 for start in state.starts.known
-    )
-    close(transition, (start.id for start in state.starts.known))
-    transition.log("error", "fenced", generation=state.generation, newer_generation=generation)
-    transition.do(Send(Fenced(generation)))
+    known = state.starts.known
+    claimed = (place for place, start in enumerate(known) if start.generation is not None)
+    since_claim = known[max(claimed, default=0) :]
+    is_shared = state.spans_vms or any(start.nodes > 1 for start in since_claim)
     _put(transition, replace(transition.state.starts, fenced_by=generation))
-    if event.in_mirror or not is_shared:
-        reason = f"generation {generation} has taken the run over"
-        course.leave(transition, EXIT_FENCED, reason)
+    transition.log("error", "fenced", generation=state.generation, newer_generation=generation)
+    if is_shared and not event.in_mirror:
+        _fence(
+            transition,
+            [s for s in known if s.generation is not None or not s.is_live or s is refused],
+        )
+        return
+    close(transition, (start.id for start in known))
+    transition.do(Send(Fenced(generation)))
+    course.leave(transition, EXIT_FENCED, f"generation {generation} has taken the run over")
+
+
+def _is_fenced(state: State, start: Start) -> bool:
+    return start.generation is not None and start.generation < (state.starts.fenced_by or 0)
+
+
+def _fence(transition: Transition, starts: Iterable[Start]) -> None:
+    """Commit nothing of these starts any more.  Their ranks, but no others, stop periodic checkpoints."""
+    ids = {start.id for start in starts}
+    close(transition, ids)
+    state = transition.state
+    connections = tuple(t.connection for t in state.connected if t.start_id in ids)
+    if connections:
+        transition.do(Send(Fenced(state.starts.fenced_by or 0), connections))
 
 
 def record_woke_up(transition: Transition, slept_s: float) -> None:

@@ -87,7 +87,7 @@ class Claimant:
         A claim that was only requested is left to the ranks of its start.
 
         Raises:
-            FencedError: another VM has taken the run over since this boot claimed it for this VM alone.
+            FencedError: another VM has taken the run over since this boot claimed it.
         """
         last = self._newest_claimed()
         if last is None:
@@ -107,9 +107,9 @@ class Claimant:
         try:
             commit.ensure_not_fenced(self._store, self._keys, claim, own=self.own)
         except FencedError:
-            if is_of_boot and last.nodes == 1:
+            if is_of_boot:
                 raise
-            return None  # only another start may continue the run here
+            return None  # another VM has continued the run since this disk was used
         self.newest = claim
         return commit.Claim(claim, honours_if_absent=True)
 

@@ -540,7 +540,7 @@ def test_a_fenced_daemon_ends() -> None:
     story.seal(10)
     story.notice()
     actions = story.tell(FenceFound(7))
-    assert [type(a).__name__ for a in actions] == ["CancelFlush", "Log", "Send", "Exit", "Conclude"]
+    assert [type(a).__name__ for a in actions] == ["Log", "CancelFlush", "Send", "Exit", "Conclude"]
     assert "as generation 7" in story.last(Conclude).reason
     assert story.verdicts == []
     assert story.last(Fenced).generation == 7

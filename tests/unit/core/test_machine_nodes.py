@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from swansong.protocol import Committed, Finished, Request, Target, Withdrawn
+from swansong.protocol import Committed, Fenced, Finished, Request, Target, Withdrawn
 from swansong_bucket.model import (
     UNKNOWN_PARENT,
     CommitRef,
@@ -37,6 +37,7 @@ from swansongd.core.events import (
     Prune,
     RestoreAsked,
     RunRead,
+    Send,
     SetAside,
     StartBegun,
     StartFlush,
@@ -137,16 +138,35 @@ def test_a_fence_between_two_starts_does_not_end_the_daemon(nodes: int) -> None:
 
 
 @pytest.mark.fault("H01", "G17")
-def test_the_claim_of_another_vm_for_the_same_start_is_no_fence() -> None:
-    """A restarted daemon may read it before it knows that its own ranks belong to that start."""
+@pytest.mark.parametrize("generation", [4, 5])
+def test_a_start_that_waits_for_its_claim_is_not_overtaken(generation: int) -> None:
+    """A restarted daemon, or a commit of the earlier start, finds the fence of an earlier claim.
+
+    With this number, another VM made the claim for the same start.
+    """
     node = Node(recorded=(Start(id="first", generation=3, nodes=2),))
     node.grants = False
     node.begin("second")
     node.tell(FenceFound(4))
-    node.tell(GenerationClaimed("second", 4, newest=None))
+    node.tell(GenerationClaimed("second", generation, newest=None))
     node.seal_part(11)
-    assert node.last(StartFlush).generation == 4
+    assert node.last(StartFlush).generation == generation
     assert node.state.starts.fenced_by is None
+    assert not node.all(Fenced), "its ranks would make no periodic checkpoints"
+
+
+@pytest.mark.fault("G17")
+def test_ranks_of_an_overtaken_start_that_reconnect_to_a_restarted_daemon_are_never_safe() -> None:
+    """The last set became whole after the start elsewhere had chosen where to resume."""
+    node = Node(recorded=(Start(id="first", generation=3, nodes=2, is_live=False),))
+    node.tell(RunRead(CommitRef(3, 17), "first"))
+    node.tell(FenceFound(4))
+    node.join_one_of(2, step=17, start_id="first")
+    node.seal_part(18)
+    node.leave(is_goodbye=True)
+    node.notice()
+    assert node.final == ["PARTIAL generation 3 step 17"]
+    assert not node.all(StartFlush)
 
 
 @pytest.mark.fault("G17")
@@ -160,6 +180,7 @@ def test_a_claim_that_is_confirmed_late_ends_no_newer_fence() -> None:
     node.seal_part(11)
     assert not node.all(StartFlush)
     assert node.state.starts.fenced_by == 5
+    assert node.sent(Fenced) == [Send(Fenced(5), (1,))]
 
 
 @pytest.mark.fault("N09")
@@ -532,17 +553,17 @@ def test_a_job_with_one_vm_left_finishes_first_and_then_begins() -> None:
     assert node.state.commits.last_complete == CommitRef(3, 9)
 
 
-def test_a_job_with_one_vm_left_that_was_overtaken_may_start_again() -> None:
-    """The fence is found while the daemon still commits a set of the earlier start."""
+def test_a_job_with_one_vm_left_that_was_overtaken_starts_here() -> None:
+    """Fences are found while the daemon still commits a set of the earlier start."""
     node = started()
     node.seal_part(9)
     node.leave()
+    node.grants = False
     node.join_one_of(1, pid=200, start_id="alone")
     node.tell(FenceFound(4))
+    node.tell(FenceFound(5))
     assert not node.all(Exit)
-    node.leave()
-    node.join_one_of(1, pid=300, start_id="again")
-    assert node.last(ClaimGeneration).start_id == "again"
+    assert node.last(ClaimGeneration).start_id == "alone"
 
 
 def test_a_part_that_is_not_whole_in_time_ends_with_its_job() -> None:

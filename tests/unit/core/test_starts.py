@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
-from swansong.protocol import StartDrawn
+from swansong.protocol import Fenced, StartDrawn
 from swansong_bucket.model import UNKNOWN_PARENT, CommitRef, Parent, Staged, Start
 from swansongd.core import machine
 from swansongd.core.arrival import RECONNECT_S
@@ -341,14 +341,14 @@ def test_a_rank_that_attaches_again_after_its_goodbye_waits_for_the_next_start()
     assert story.sent(StartDrawn)[-1] == Send(StartDrawn("b"), (3,))
 
 
-def test_a_start_that_has_lost_the_run_before_its_claim_claims_nothing() -> None:
-    """It waits for the limit of claims.  A later claim would take the run from the start elsewhere."""
-    story = joined(nodes=2, start_id="")
-    for number in range(CLAIMS_MAX + 1):
-        story.tell(StartBegun(1, f"start-{number}"))
-    story.tell(FenceFound(99))
-    story.wait(WINDOW_S)
-    assert len(claims(story)) == CLAIMS_MAX
+def test_the_ranks_of_a_start_whose_claim_was_refused_learn_that_it_is_over() -> None:
+    """Another VM of its job had claimed for it, and a later start has taken the run over."""
+    story = Story()
+    story.grants = False
+    story.join(nodes=2, start_id="late")
+    story.tell(FenceFound(9, start_id="late"))
+    assert story.sent(Fenced) == [Send(Fenced(9), (1,))]
+    assert not story.all(Exit)
 
 
 # ---------------------------------------------------------------- trainers without hooks
