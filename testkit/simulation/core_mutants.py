@@ -58,7 +58,6 @@ MUTANTS = (
     Mutant("starts", "0 < began_ticks < start.began_ticks", "False"),
     Mutant("starts", "            and first_start(start.id) != first_start(start_id)\n", ""),
     Mutant("starts", "or (may_reconnect and not start.is_live)", "or False"),
-    Mutant("starts", "s.generation is not None or not s.is_live or s is refused", "True"),
     Mutant("starts", "if refused is not None and not refused.is_live:", "if False:"),
     Mutant("proof", "safe_at and safe_at.start_id == start.id", "safe_at"),
     Mutant("proof", "start.is_live and safe_at", "safe_at"),

@@ -4,8 +4,9 @@
 Each VM has its own production daemon, and each rank has a guard of :func:`swansong.attach` with the real
 agreement.  The ranks complete each step together, as with a collective.  They meet in a store in memory that
 is slow, loses replies, and ends with rank 0 or with its VM.  Ranks, daemons and VMs are killed, and VMs
-freeze while the job starts again, perhaps with another number of VMs.  A launcher kills all ranks after the
-death of one, and starts the job again on the VMs that are left.
+freeze while the job starts again, perhaps with another number of VMs.  Requests of one VM reach the bucket
+late.  A launcher kills all ranks after the death of one, and starts the job again on the VMs that are left,
+perhaps with one rank more or less.
 
 Not covered: saves without lost ranks, which need torch, and rollbacks.
 
@@ -57,6 +58,8 @@ from testkit.simulation.production import Training, Vm, World, forget
 from testkit.simulation.schedule import Schedule
 
 checksums.load()  # a second daemon would block at the import of the first one
+LATE_S = 20.0
+"""A late request reaches the bucket at most this much later."""
 START_S = 300.0
 """Without faults, each rank trains within this time: a start waits for the daemons of other VMs."""
 
@@ -130,11 +133,11 @@ class State(Snapshots):
 class Job:
     """One start of the training, on some VMs."""
 
-    def __init__(self, world: JobWorld, number: int, vms: list[JobVm], local_ranks: int) -> None:
+    def __init__(self, world: JobWorld, number: int, local_ranks: dict[JobVm, int]) -> None:
         random = world.random
-        self.world, self.vms, self.local_ranks = world, vms, local_ranks
+        self.world, self.vms, self.local_ranks = world, list(local_ranks), local_ranks
         self.line = f"job{number:03}-"
-        self.size = len(vms) * local_ranks
+        self.size = sum(local_ranks.values())
         self.every_steps = random.choice([None, 5])
         self.in_background = random.random() < 0.5
         self.ends_with_rank_0 = random.random() < 0.5
@@ -229,6 +232,8 @@ class JobVm(Vm):
 
     clouds = ("none",)
     processes: list[Process] = []  # noqa: RUF012 - replaced, never changed
+    store_late_until_s = 0.0
+    """Until this time, some requests reach the bucket late."""
 
     def kill_trainer(self) -> None:
         for process in self.processes:
@@ -278,6 +283,14 @@ class JobWorld(World):
         ]
         for owner, name, replacement in changes:
             setattr(owner, name, replacement)
+
+    def _before(self, what: str, key: str) -> None:
+        vm: Any = None if self.schedule.current.group == "world" else self.vm
+        may_be_late = vm is not None and self.schedule.now_s < vm.store_late_until_s
+        if may_be_late and self.random.random() < 0.3:
+            self.count("request was late")
+            self.schedule.sleep(self.random.uniform(0, LATE_S))
+        super()._before(what, key)
 
     @property
     def process(self) -> Process:
@@ -339,13 +352,13 @@ class JobWorld(World):
             found.append(self._boot(len(self.vms)))
         return found
 
-    def _launch(self, vms: Iterable[JobVm], local_ranks: int) -> None:
-        """Start the job on these VMs, after the ranks on all VMs that run were killed."""
+    def _launch(self, local_ranks: dict[JobVm, int]) -> None:
+        """Start the job with these ranks, after the ranks on all VMs that run were killed."""
         last = self.jobs[-1] if self.jobs else None
         for vm in self.running:
             vm.kill_trainer()
-        vms = list(vms)
-        job = Job(self, len(self.jobs), vms, local_ranks)
+        vms = list(local_ranks)
+        job = Job(self, len(self.jobs), local_ranks)
         self.jobs.append(job)
         self.ranks[job.line] = job.size
         if last is not None:
@@ -354,12 +367,11 @@ class JobWorld(World):
             if is_same_store and not job.ends_with_rank_0:
                 job.values = last.values
         self.count(f"job of {len(vms)} VMs")
-        for node, vm in enumerate(vms):
+        for node, (vm, count) in enumerate(local_ranks.items()):
             vm.start_daemon()
             vm.lines = job.line
-            for local in range(local_ranks):
-                rank = node * local_ranks + local
-                ranks = Ranks(rank, local, job.size, local_ranks, node, len(vms))
+            for local in range(count):
+                ranks = Ranks(len(job.processes), local, job.size, count, node, len(vms))
                 job.processes.append(Process(job, vm, ranks))
             vm.processes = [each for each in job.processes if each.vm is vm]
         self.schedule.start(self._supervise, (job,), group="world", name="launcher")
@@ -371,7 +383,12 @@ class JobWorld(World):
         self.schedule.wait(lambda: job.is_over or bool(set(job.vms) & set(self.running)), None)
         if not job.is_over:
             self.count("launcher started the job again")
-            self._launch((vm for vm in job.vms if vm in self.running), job.local_ranks)
+            left = {vm: n for vm, n in job.local_ranks.items() if vm in self.running}
+            if self.random.random() < 0.3:
+                vm = self.random.choice(list(left))
+                left[vm] = 3 - left[vm]
+                self.count("one rank more or less")
+            self._launch(left)
 
     # ------------------------------------------------------------ what happens
 
@@ -388,7 +405,7 @@ class JobWorld(World):
         vms = self._gather(random.choice([1, 2, 2, 2, 3]))
         if random.random() < 0.15:
             random.choice(vms).spoil_disk(random.uniform(0, 10))
-        self._launch(vms, random.choice([1, 1, 2]))
+        self._launch(dict.fromkeys(vms, random.choice([1, 1, 2])))
         self._thaw_all()
         if random.random() < 0.7:
             self.schedule.wait(lambda: self.jobs[-1].trains, 60)
@@ -425,7 +442,14 @@ class JobWorld(World):
                 self.schedule.sleep(self.random.uniform(0, 15))
                 vm.is_frozen = False
                 self.schedule.freeze(vm.name + "-", is_frozen=False)
+                if self.random.random() < 0.3:
+                    vm.kill_daemon()
+                    vm.start_daemon()
                 self.schedule.sleep(self.random.uniform(0, 15))
+                if self.random.random() < 0.3:
+                    self.count("notice after a thaw")
+                    self._notice(vm, 25.0)
+                    self.schedule.sleep(self.random.uniform(0, 15))
                 if self.random.random() < 0.5:
                     vm.power_off()  # else the next start runs there, too
                 else:
@@ -436,8 +460,8 @@ class JobWorld(World):
         if not running:
             return
         vm = self.random.choice(running)
-        kinds = ["daemon", "rank", "VM", "freeze", "outage", "disk", "store of the job", "nothing"]
-        what = self.random.choice(kinds)
+        kinds = ["daemon", "rank", "VM", "freeze", "outage", "late", "disk", "store of the job"]
+        what = self.random.choice([*kinds, "nothing"])
         if self.random.random() < 0.5:  # during the reply to a create
             created = self.creates
             self.schedule.wait(lambda: self.creates > created, 5)
@@ -458,6 +482,8 @@ class JobWorld(World):
             before, self.fault_share = self.fault_share, 1.0
             self.schedule.sleep(seconds)
             self.fault_share = before
+        elif what == "late":
+            vm.store_late_until_s = self.schedule.now_s + 5 * seconds
         elif what == "disk":
             vm.spoil_disk(seconds)
         elif what == "store of the job":
@@ -473,16 +499,18 @@ class JobWorld(World):
         self._thaw_all()
         for vm in self.running:
             vm.disk_good_at_s = min(vm.disk_good_at_s, self.schedule.now_s)
+            vm.store_late_until_s = 0.0
             vm.start_daemon()
         if self.running:
             self.schedule.sleep(10)  # a launcher may start the job again
             if self.jobs[-1].is_over or not set(self.jobs[-1].vms) & set(self.running):
-                self._launch(self.running, 1)
+                self._launch(dict.fromkeys(self.running, 1))
             self._expect_safe_job()
             for vm in self.running:
                 vm.power_off()
         self.is_calm = True
-        self._launch(self._gather(self.random.choice([1, 2])), self.random.choice([1, 2]))
+        vms = self._gather(self.random.choice([1, 2]))
+        self._launch(dict.fromkeys(vms, self.random.choice([1, 2])))
         self._expect_safe_job()
 
     def _has_periodic(self) -> bool:
