@@ -450,10 +450,12 @@ class JobWorld(World):
                     self.count("notice after a thaw")
                     self._notice(vm, 25.0)
                     self.schedule.sleep(self.random.uniform(0, 15))
-                if self.random.random() < 0.5:
-                    vm.power_off()  # else the next start runs there, too
+                last = next(job for job in reversed(self.jobs) if vm in job.vms)
+                # A VM on which the job ran alone does not take the run back.
+                if len(last.vms) == 1 or self.random.random() < 0.5:
+                    vm.power_off()
                 else:
-                    vm.kill_trainer()
+                    vm.kill_trainer()  # the next start runs there, too
 
     def _disturb_job(self) -> None:
         running, job = self.running, self.jobs[-1]
