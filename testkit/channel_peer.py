@@ -36,6 +36,7 @@ class RunningChannel:
         answer: Callable[[Message, Reply], None] = lambda _, __: None,
         path: Path | None = None,
         listener_fd: int | None = None,
+        naming_secret: Callable[[int], str] = lambda _: "",
     ) -> None:
         # Not tmp_path: the path of a socket has at most 107 bytes, and other users must be able to reach it.
         self.directory = Path(tempfile.mkdtemp(prefix="swansong-"))
@@ -52,6 +53,7 @@ class RunningChannel:
             answer=answer,
             log=self.log,
             listener_fd=listener_fd,
+            naming_secret=naming_secret,
         )
 
     def __enter__(self) -> Self:

@@ -209,6 +209,18 @@ def test_an_error_in_the_answer_costs_one_connection() -> None:
         running.wait(TrainerProgress)
 
 
+def test_all_ranks_of_a_user_get_one_secret_for_the_names_of_sets() -> None:
+    """Also if a disk error changed it meanwhile: otherwise each rank would write another set."""
+    results = iter(["", "key"])
+    with RunningChannel(naming_secret=lambda _: next(results)) as running:
+        for _ in range(2):
+            with running.connect() as client:
+                client.send(protocol.Hello(run=""))
+                welcome = client.receive()
+                assert isinstance(welcome, protocol.Welcome)
+                assert welcome.naming_secret == ""
+
+
 @pytest.mark.fault("T02")
 def test_the_exit_is_posted_after_the_loss_of_the_connection(
     running: RunningChannel,

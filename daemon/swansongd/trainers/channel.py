@@ -17,6 +17,7 @@ When a process joins with another connection, its earlier, closed connection has
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import os
 import selectors
@@ -108,7 +109,8 @@ class TrainerChannel:
         self._log = log
         self._listener_fd = listener_fd
         self._is_signed = is_signed
-        self._naming_secret = naming_secret
+        # A disk error may change the result; ranks with different names would write different sets.
+        self._naming_secret = functools.cache(naming_secret)
         self._own_file: os.stat_result | None = None  # the socket file, if this channel created it
         self._generation: int | None = None
         self._numbers = itertools.count(1)
