@@ -144,6 +144,10 @@ class Mirroring:
         self._fence_due_mono_s = self._monotonic()
         self._wake.set()
 
+    def expedite(self) -> None:
+        """A notice arrived: look for its farewell soon, also if no commit follows.  Returns immediately."""
+        self._wake.set()
+
     def status(self) -> MirrorStatus:
         now_mono_s = self._monotonic()
         with self._lock:

@@ -235,9 +235,11 @@ class Storage:
             self.mirroring.check_fence()
 
     def expedite(self) -> None:
-        """A notice arrived: claim without backoff, and warm the store now."""
+        """A notice arrived: claim without backoff, warm the store, and mirror the farewell."""
         self.committer.expedite()
         self._warmer.now()
+        if self.mirroring is not None:
+            self.mirroring.expedite()
 
     @property
     def store_answered_mono_s(self) -> float | None:
