@@ -74,7 +74,7 @@ from testkit.committed import tree
 from testkit.memory_store import MemoryStore
 from testkit.records import KEY, record_of
 from testkit.simulation import production  # installs the schedule
-from testkit.simulation.production import FILE_BYTES, RUN, Training, Vm, World
+from testkit.simulation.production import FILE_BYTES, LAST, RUN, Training, Vm, World
 
 KEYS = RunKeys(RUN)
 USER, OUTSIDER = 4001, 4002
@@ -513,6 +513,8 @@ class HostileWorld(World):
     users = (os.geteuid(), USER)
     restart_s = 5.0
 
+    all_features = ()
+
     def __init__(self, seed: int, directory: Path) -> None:
         super().__init__(seed, directory)
         kind = ("signed", "unsigned", "user", "both")[seed % 4]
@@ -566,7 +568,7 @@ class HostileWorld(World):
     def _boot(self, number: int) -> Vm:
         vm = super()._boot(number)
         actors: list[Any] = [self.writer] if self.writer is not None else []
-        if self.has_user and number != 9:
+        if self.has_user and number != LAST:
             actors.append(HostileUser(self, vm))
         for actor in actors:
             self.schedule.start(partial(self._attack, vm, actor), name="adversary")
@@ -614,13 +616,18 @@ class HostileWorld(World):
     def stores(self) -> tuple[ObjectStore, ObjectStore, ObjectStore | None]:
         return self.store, signed(self.store, self.key), None
 
-    def _calm(self) -> Any:
-        return signed(super()._calm(), self.key)
+    def _calm(self, store: MemoryStore) -> Any:
+        return signed(super()._calm(store), self.key)
 
-    def _after(self, what: str, key: str) -> None:
+    def _after(self, store: MemoryStore, what: str, key: str) -> None:
         if what in {"put", "create"}:
             self.honest.setdefault(key, blake3(self.store.objects[key]).digest())
-        super()._after(what, key)
+        super()._after(store, what, key)
+
+    def expect_durable(self, vm: Vm, directory: Path) -> None:
+        """A user may change its own sets."""
+        if not self.has_user:
+            super().expect_durable(vm, directory)
 
     def new_training(self) -> Training:
         return Training(self) if self.is_exact else _AnyTraining(self)
@@ -628,10 +635,10 @@ class HostileWorld(World):
     def may_end(self, what: str) -> bool:
         return what == "trainer" and not self.is_exact
 
-    def read_back(self) -> tuple[str, int]:
+    def read_back(self, store: MemoryStore | None = None) -> tuple[str, int]:
         """Without exact promises: the number of honest manifests."""
         if self.is_exact:
-            return super().read_back()
+            return super().read_back(store)
         return "", self._commits()
 
     def _commits(self) -> int:

@@ -176,6 +176,21 @@ class Disk:
 
     # ------------------------------------------------------------ the power cut
 
+    def at_risk(self, path: Path) -> list[str]:
+        """The parts of this directory, with its parents, that a power cut may lose or tear now."""
+        inner = [] if not path.is_dir() else path.rglob("*")
+        found = []
+        for each in [*path.relative_to(self.root).parents, path, *inner]:
+            own = self.root / each
+            node, parent = self._nodes.get(_inode(own)), self._nodes.get(_inode(own.parent))
+            is_placed = node is self._root or (
+                node is not None and node.place == (parent, own.name)
+            )
+            is_synced = node is not None and (node.is_directory or node.synced == _content(own))
+            if not (is_placed and is_synced):
+                found.append(str(own))
+        return found
+
     def cut(self, random: Random, wall_s: float) -> None:
         """Put the directory into a state that a power cut could leave.
 

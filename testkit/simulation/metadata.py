@@ -29,8 +29,8 @@ DETECTED_S = {"aws": 17.0, "gcp": 34.0, "azure": 13.0}
 of 2 s, after two exchanges at the longest timeout; on AWS with an exchange for a token."""
 _EVENT = "EVENT-1"
 _BODIES = ("", "{", "null", "[]", "\0\N{SNOWMAN}", "[" * 3000, '{"Events": 1}', "x" * 70_000)
+_STATUSES = (400, 401, 403, 429, 500, 503)
 _FAULTS: tuple[dict[str, Any], ...] = (
-    *({"kind": "status", "value": status} for status in (400, 401, 403, 429, 500, 503)),
     *({"kind": kind} for kind in ("hang", "stall", "truncate", "reset", "refuse-put")),
     *({"kind": "delay", "value": value} for value in (0.9, 4.0, 30.0)),
     {"kind": "slow", "value": 0.02},
@@ -86,6 +86,8 @@ class Cloud:
         self._connections: list[_Socket] = []
         self._shown: Shown | None = None
         self._past: list[Shown] = []
+        self._withdrawn_s = 0.0
+        """Time of the last withdrawal, of which the daemon may learn after the next notice is shown."""
         self._changes = 0
         """Number of the changes of notices and of faults."""
         self._schedule.skews_s[self._group] = self._random.choice([0.0, 0.0, 40.0, -40.0, 7200.0])
@@ -148,6 +150,7 @@ class Cloud:
         elif self._shown is not None:
             self._order("end", id=_EVENT)
         self._shown = None
+        self._withdrawn_s = self._schedule.now_s
 
     def disturb(self) -> None:
         """Withdraw the notice, or let the service fail for some time."""
@@ -160,21 +163,38 @@ class Cloud:
         self._schedule.sleep(self._random.uniform(0, 15))
         self._order("clear")
 
+    def rehearse(self) -> None:
+        """Notices and faults, one after the other: without a trainer this costs little time."""
+        for _ in range(4):
+            self._schedule.sleep(self._random.uniform(1, 8))
+            if self._shown is None:
+                self.show(self._random.uniform(20, 110))
+                self._schedule.sleep(self._random.uniform(1, 8))
+            self.disturb()
+            if self._random.random() < 0.5:
+                self._schedule.sleep(DETECTED_S[self._kind] + 1)
+        self._schedule.sleep(DETECTED_S[self._kind] + 1)
+
     def _spoil(self) -> None:
         random = self._random
-        if self._kind == "aws" and random.random() < 0.2:
-            self._order("invalidate-tokens")
-        elif self._kind == "azure" and random.random() < 0.3:
-            self._order("event", type="Preempt", in_s=60, id="EVENT-2", resources=["another-vm"])
-        elif random.random() < 0.3:
-            # Any body of the spot notice or of a recommendation is a notice.
-            path = "*/api/token" if self._kind == "aws" else "*"
-            path = "*/preempted" if self._kind == "gcp" else path
-            self._order("fault", kind="body", value=random.choice(_BODIES), path=path)
-        elif random.random() < 0.2:
-            self._schedule.skews_s[self._group] += random.choice([-3600.0, 3600.0])
-        else:
-            self._order("fault", **random.choice(_FAULTS))
+        own = {"aws": ["tokens"], "azure": ["another VM"] * 2}.get(self._kind, [])
+        match random.choice(["status", "status", "connection", "body", "clock", *own]):
+            case "tokens":
+                self._order("invalidate-tokens")
+            case "another VM":
+                self._order(
+                    "event", type="Preempt", in_s=60, id="EVENT-2", resources=["another-vm"]
+                )
+            case "clock":
+                self._schedule.skews_s[self._group] += random.choice([-3600.0, 3600.0])
+            case "status":
+                self._order("fault", kind="status", value=random.choice(_STATUSES))
+            case "connection":
+                self._order("fault", **random.choice(_FAULTS))
+            case "body":
+                # Any body of the spot notice or of a recommendation is a notice.
+                path = {"aws": "*/api/token", "gcp": "*/preempted"}.get(self._kind, "*")
+                self._order("fault", kind="body", value=random.choice(_BODIES), path=path)
 
     # ------------------------------------------------------------ what must hold
 
@@ -188,12 +208,10 @@ class Cloud:
         if (SOURCES[self._kind] in sources) != (self._shown is not None):
             self._report(f"{sources} are live")
 
-    def await_detection(self) -> None:
-        self._schedule.sleep(DETECTED_S[self._kind] + 1)
-
     def check_log(self, event: dict[str, Any]) -> None:
         """The daemon reports only what was shown, and no deadline after the end of the VM."""
-        if event["event"] == "notice_withdrawn" and self._shown is not None:
+        is_late = self._schedule.now_s < self._withdrawn_s + DETECTED_S[self._kind]
+        if event["event"] == "notice_withdrawn" and self._shown is not None and not is_late:
             self._report(str(event))
         if event["event"] != "notice" or not event["source"].startswith(tuple(EMULATORS)):
             return

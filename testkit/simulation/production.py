@@ -10,6 +10,9 @@ A process that a disk error ends is started again, as by systemd and by the supe
 may lose its power and boot again with its disk (:mod:`testkit.simulation.disk`), and has the metadata service
 of a cloud (:mod:`testkit.simulation.metadata`), which fails and withdraws notices.
 
+Some runs have a mirror, retention in the daemon, or a handover.  Kills, power cuts and freezes often come
+right after an event, such as a seal or a manifest (:meth:`World.happens`).  Promises that always hold
+are checked at the instant: a sealed set is durable, a committed step is inherited, a pruned store is whole.
 
 :mod:`testkit.simulation.production_job` runs jobs of several VMs and ranks in the same world.  Not covered:
 inotify, and what needs real processes.
@@ -52,6 +55,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +69,15 @@ from swansong_bucket.format import wall
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.model import CommitRef, DeadlineQuality, Notice, Severity
 from swansong_bucket.runs import catalog, commit
+from swansong_bucket.stores import base
 from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.transfer import target
 from swansongd.config.config import parse
-from swansongd.core import staged_sets
+from swansongd.core import staged_sets, starts
 from swansongd.core.events import NoticeRaised
 from swansongd.core.transition import EXIT_STOPPED
+from swansongd.flush.pruner import Pruner
+from swansongd.restore import predecessor
 from swansongd.service import signal_reader, storage
 from swansongd.service.service import Service
 from swansongd.sources import host, metadata
@@ -92,6 +99,8 @@ FILES = ("weights.bin", "optimizer.bin")
 CONSTANT = "vocabulary.txt"
 """A file that is the same in all checkpoints."""
 FILE_BYTES = 3000
+WINDOW_BYTES = 1024
+"""A file has several windows of a download."""
 SHORT_SHARE = 0.05
 """Share of the calls that read or write fewer bytes than they could."""
 DISK_ERRORS = {
@@ -103,6 +112,20 @@ DISK_ERRORS = {
     errno.EMFILE: {"open", "dup", "listdir", "scandir"},
 }
 """The functions of :mod:`os` that fail with each error."""
+MOMENTS = (
+    *("sealed", "sealed", "sealed", "rename", "verdict", "notice", "resumed"),
+    *("before commits", "after commits", "after data", "after data"),
+)
+"""Events right after which the world is disturbed."""
+LAST = 9
+"""Number of the last VM of each run."""
+CLAIMS = ("before generations", "after generations")
+MOMENT_S = 0.05
+"""The thread of a moment waits for this time, so that no later call follows before the disturbance."""
+SILENCE_S = 60.0
+"""Longest time for which a VM waits for a silent one before it, in place of 15 minutes."""
+AGEING = 200
+"""With retention, one second of the clock ages objects by this number of seconds."""
 SEED_LIMIT_S = 300.0
 """Real time after which a seed counts as a hang.  It needs two seconds of an idle CPU."""
 
@@ -158,11 +181,13 @@ class Vm:
         self.directory = world.directory / self.name
         self.directory.mkdir()
         self.boot_id = f"{number:08}-0000-0000-0000-000000000000"
-        kind = world.random.choice(self.clouds)
+        clouds = self.clouds[: len(EMULATORS)] if number == LAST else self.clouds
+        kind = world.random.choice(clouds)
         self.cloud = None if kind == "none" else Cloud(self, kind)
         self.config = parse(
             {
-                "run": {"name": RUN},
+                **world.options,
+                "run": {"name": RUN, "handover": "handover" in world.features},
                 "staging": {"path": str(self.directory / "staging")},
                 "store": {"url": "s3://bucket"},
                 "sources": {"cloud": kind, "gpu": "off", "system_bus": "unix:path=/nonexistent"},
@@ -184,6 +209,8 @@ class Vm:
         self.service: Service | None = None
         self.guard: Any = None
         self.training: Training | None = None
+        self.has_heir = self.has_trained = False
+        """Whether a start of this boot has trained.  Until then, its claim takes the run over."""
         self.lines = f"{self.name}-"
         """Beginning of the names of the lines that this VM trains."""
         self.safes = 0
@@ -313,6 +340,7 @@ class Vm:
             before = world.read_back()
         restored = guard.restore()
         world.resumed(self, f"{self.lines}{self.trainers:03}", training.line, restored, before)
+        world.happens("resumed")
         training.line = f"{self.lines}{self.trainers:03}"
         training.step = restored
         self.is_ending = False
@@ -347,6 +375,7 @@ class Vm:
             if world.random.random() < 0.2:
                 self.sealed = None
                 disk.spoil_own_files(self.disk.root, world.random)
+        self.has_trained = False
         self.boot_id = f"{int(self.boot_id[:8]) + 100:08}{self.boot_id[8:]}"
         # The clock of a new boot may be wrong while the daemon starts.
         self.booted_wall_s = world.schedule.wall_s + world.random.choice([0.0, 0.0, -60.0, 60.0])
@@ -396,21 +425,23 @@ class World:
     """``trainer.users`` of the daemons."""
     restart_s = 1.0
     """Time until a process that has ended is started again."""
+    all_features: tuple[str, ...] = ("handover", "mirror", "retention")
+    """Features that a run may have configured."""
 
     def __init__(self, seed: int, directory: Path) -> None:
         self.schedule = Schedule(seed)
         self.random = self.schedule.random
         self.directory = directory
-        self.store = MemoryStore()
-        self.store.url = "s3://bucket"
-        self.store.before, self.store.after = self._before, self._after
-        self.store.clock = lambda: self.schedule.wall_s
+        self.features = {each for each in self.all_features if self.random.random() < 0.35}
+        self.awaited = ""
+        """The moment for which the main thread waits, to disturb the world then."""
+        self.store = self._new_store("s3://bucket")
+        self.mirror = self._new_store("s3://mirror") if "mirror" in self.features else None
         self.fault_share = 0.0
+        self.mirror_fault_share = self.random.choice([0.0, 0.2, 1.0])
         self.vms: dict[str, Vm] = {}
         self.promised = 0
         """The newest step that a verdict SAFE was about."""
-        self.creates = 0
-        """Number of objects that were created with create-if-absent."""
         self.steps: dict[str, int] = {}
         """The newest step of each line."""
         self.ranks: dict[str, int] = {}
@@ -431,22 +462,71 @@ class World:
         del what
         return False
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Sections of the configuration."""
+        found: dict[str, Any] = {}
+        if self.mirror is not None:
+            found["mirror"] = {"url": self.mirror.url}
+        if "retention" in self.features:
+            periods = {f"keep_{name}": 0 for name in ("hourly", "daily", "weekly", "best")}
+            ages = {"keep_last": 1, "keep_within_s": 3600, "keep_starts_s": 3600}
+            found["retention"] = {"in_daemon": True, **periods, **ages}
+        return found
+
+    # ------------------------------------------------------------ moments
+
+    def happens(self, moment: str) -> None:
+        """Stand still for a short time, if the main thread waits for this moment."""
+        if moment == self.awaited and self.schedule.current.group != "world":
+            self.awaited = ""
+            self.count("moment")
+            self.schedule.sleep(MOMENT_S)
+
+    def await_moment(self, moments: tuple[str, ...] = MOMENTS, limit_s: float = 6.0) -> bool:
+        """Wait until one of these moments comes; False if it does not come in time."""
+        self.awaited = self.random.choice(moments)
+        has_come = self.schedule.wait(lambda: not self.awaited, limit_s)
+        self.awaited = ""
+        return has_come
+
     # ------------------------------------------------------------ the store
+
+    def _new_store(self, url: str) -> MemoryStore:
+        store = MemoryStore()
+        store.url = url
+        store.before = lambda what, key: self._before(store, what, key)
+        store.after = lambda what, key: self._after(store, what, key)
+        ageing = AGEING if "retention" in self.features else 1
+        store.clock = lambda: self.schedule.wall_s * ageing
+        return store
+
+    def _share(self, store: MemoryStore) -> float:
+        """Share of the requests to a store that fail now."""
+        if self.schedule.current.group == "world":
+            return 0.0
+        return self.mirror_fault_share if store is self.mirror else self.fault_share
 
     def stores(self) -> tuple[ObjectStore, ObjectStore, ObjectStore | None]:
         """The results of ``storage.open_stores``."""
-        return self.store, self.store, None
+        return self.store, self.store, self.mirror
 
-    def _before(self, what: str, key: str) -> None:
+    def _before(self, store: MemoryStore, what: str, key: str) -> None:
         self.schedule.sleep(self.random.uniform(0.005, 0.1))
-        if self.schedule.current.group != "world" and self.random.random() < self.fault_share:
+        if self.random.random() < self._share(store):
             self.count("store failed")
             raise Transient(f"{what}: 503")
+        if what in {"create", "put"}:
+            self.happens(f"before {key.split('/')[1]}")
 
-    def _after(self, what: str, key: str) -> None:
-        self.creates += what in {"create", "put"}
+    def _after(self, store: MemoryStore, what: str, key: str) -> None:
+        if what in {"create", "put"}:
+            if store is self.mirror and "/commits/" in key:
+                with self.schedule.outside():
+                    self.read_back(store)  # a commit of the mirror is whole at once
+            self.happens(f"after {key.split('/')[1]}")
         self.schedule.sleep(self.random.uniform(0.0, 0.05))
-        if self.schedule.current.group != "world" and self.random.random() < self.fault_share / 2:
+        if self.random.random() < self._share(store) / 2:
             self.count("reply lost")
             raise Transient(f"{what}: the reply is lost")
 
@@ -470,6 +550,8 @@ class World:
                 args = (args[0], _short(args[1]), *args[2:])
             with self.schedule.outside():
                 result = vm.disk.carry_out(call, real, args, options)
+            if call == "rename":
+                self.happens(call)
             if call == "scandir":
                 result = _Entries(result)
             if call in {"listdir", "scandir"}:
@@ -509,11 +591,20 @@ class World:
         written = staging.write_checkpoint(directory, nonce, manifest, save, durable=durable)
         if written.is_sealed and training is not None:
             vm.unsynced += 1
-            if durable:
+            if manifest.kind != "emergency":
                 vm.sealed, vm.unsynced = (training.line, manifest.step), 0
+                self.expect_durable(vm, Path(directory, written.directory))
             elif vm.unsynced == staged_sets.NEWEST:
                 vm.sealed = None  # the daemon may drop a set that these supersede
+            self.happens("sealed")
         return written
+
+    def expect_durable(self, vm: Vm, directory: Path) -> None:
+        """No power cut loses or tears this sealed set."""
+        with self.schedule.outside():
+            at_risk = vm.disk.at_risk(directory)
+        if at_risk:
+            self.problems.append(f"a power cut may lose or tear {at_risk}")
 
     def process_start(self, peer: Peer) -> int:
         return 0 if select.select([peer.pidfd], [], [], 0)[0] else 1000 + self.vm.trainers
@@ -529,6 +620,7 @@ class World:
             line: the line that it continues from this step.
         """
         self.count("resumed" if step else "began")
+        vm.has_trained = True
         self.parents[own] = (line, step)
         if step and self.steps.get(line, -1) < step:
             self.problems.append(f"{own} resumed from step {step} of {line}, which never existed")
@@ -552,14 +644,28 @@ class World:
             print(json.dumps(place | event, default=str), file=sys.stderr)
         if event["event"] == "verdict":
             self.count(str(event.get("verdict")))
+            if event.get("verdict") == "LOST":
+                with self.schedule.outside():
+                    newest = self.newest()
+                if newest is not None:
+                    self.problems.append(f"LOST, but the store has {newest}: {event}")
             if event.get("verdict") == "SAFE":
                 self.vm.safes += 1
                 self._judge(event)
+            self.happens("verdict")
         if event.get("phase") == "notice" and event["id"] != self.vm.evacuation_id:
             self._note_floor(self.vm, event["id"])
+            self.happens("notice")
         # The tools log, too, on no VM.
         if self.schedule.current.group != "world" and self.vm.cloud is not None:
             self.vm.cloud.check_log(event)
+        if event["event"] == "committed":
+            self._expect_inherited(
+                f"{event['generation']} step {event['step']} is committed", event["step"]
+            )
+        if event["event"] == "bucket_pruned":
+            with self.schedule.outside():
+                self._expect_stored()
         if event["event"].endswith("_fault"):
             self.problems.append(f"{event}\n{traceback.format_exc()}")
 
@@ -575,6 +681,7 @@ class World:
         is_kept = is_kept and said_step <= step
         is_overtaken = newest is not None and newest.generation > said_generation
         own = self.vm.lines
+        self._expect_inherited(said, said_step)
         if not is_kept and not (is_overtaken and self._continues(line, step, own, said_step)):
             self.problems.append(f"{said}, but the newest is {newest} with step {step} of {line}")
         if self.steps.get(line, -1) < step:
@@ -583,6 +690,25 @@ class World:
         if floor is not None and said_step < floor:
             self.problems.append(f"{said}, but training was at step {floor} at the notice")
         self.promised = max(self.promised, said_step)
+
+    def _expect_inherited(self, said: str, step: int) -> None:
+        """A VM that has resumed by now continues from this step, which this VM has committed."""
+        own, last = self.vm.lines, next(reversed(self.parents), "")
+        is_known = self.vm.has_trained and any(line.startswith(own) for line in self.parents)
+        is_of_other = is_known and not last.startswith(own)
+        if is_of_other and not self._continues(last, 0, own, step):
+            self.problems.append(f"{said}, but {last} has resumed from {self.parents[last]}")
+
+    def _expect_stored(self) -> None:
+        """After a prune, each commit of the newest generation has its data."""
+        store, keys = self._calm(self.store), RunKeys(RUN)
+        for found in catalog.list_commits(store, keys):
+            if found.ref.generation < max(catalog.claimed(store, keys)):
+                return
+            for made in catalog.load(store, keys, found):
+                lost = [chunk.key for chunk in made.chunks if chunk.key not in self.store.objects]
+                if lost:
+                    self.problems.append(f"a prune has deleted {lost} of {found.ref}")
 
     def _continues(self, line: str, step: int, earlier: str, earlier_step: int) -> bool:
         """Whether a line has resumed from this step of an earlier one, or of a VM, or from a later step."""
@@ -593,24 +719,25 @@ class World:
         return step >= earlier_step
 
     def newest(self) -> CommitRef | None:
-        found = commit.newest_whole(self._calm(), RunKeys(RUN))
+        found = commit.newest_whole(self._calm(self.store), RunKeys(RUN))
         return None if found is None else found.ref
 
-    def _calm(self) -> ObjectStore:
+    def _calm(self, store: MemoryStore) -> ObjectStore:
         calm = MemoryStore()
-        calm.url = self.store.url
-        calm.objects = self.store.objects
-        calm.written_unix_s = self.store.written_unix_s
-        calm.clock = self.store.clock
+        calm.url = store.url
+        calm.objects = store.objects
+        calm.written_unix_s = store.written_unix_s
+        calm.clock = store.clock
         return calm
 
-    def read_back(self) -> tuple[str, int]:
+    def read_back(self, store: MemoryStore | None = None) -> tuple[str, int]:
         """The line and the step of the bytes in the newest whole commit."""
-        store, keys = self._calm(), RunKeys(RUN)
-        newest = commit.newest_whole(store, keys)
+        source = store or self.store
+        calm, keys = self._calm(source), RunKeys(RUN)
+        newest = commit.newest_whole(calm, keys)
         if newest is None:
             return "", 0
-        manifests = catalog.load(store, keys, newest)
+        manifests = catalog.load(calm, keys, newest)
         stored = {shard.path: shard for made in manifests for shard in made.shards}
         lines, files = set(), set()
         for path, shard in stored.items():
@@ -618,7 +745,7 @@ class World:
             if name not in (*FILES, CONSTANT):
                 continue
             data = b"".join(
-                self.store.objects[e.chunk.key][e.offset_bytes : e.offset_bytes + e.size_bytes]
+                source.objects[e.chunk.key][e.offset_bytes : e.offset_bytes + e.size_bytes]
                 for e in shard.extents
             )
             line, step, _ = data.split(b":", 2)
@@ -640,31 +767,41 @@ class World:
     def run(self) -> None:
         vms = self.random.choice([1, 2, 3])
         for number in range(vms):
-            self._live(self._boot(number), may_stay=number == vms - 1)
+            vm = self.vms.get(f"vm{number}") or self._boot(number)
+            self._live(vm, None if number == vms - 1 else number + 1)
         self._calm_end()
-        if self.store.overwritten:
-            self.problems.append(f"written again with other bytes: {self.store.overwritten}")
+        for store in [self.store] if self.mirror is None else [self.store, self.mirror]:
+            if store.overwritten:
+                self.problems.append(f"written again with other bytes: {store.overwritten}")
 
     def _boot(self, number: int) -> Vm:
         vm = self.vms[f"vm{number}"] = Vm(self, number)
         return vm
 
-    def _live(self, vm: Vm, *, may_stay: bool) -> None:
+    def _live(self, vm: Vm, heir: int | None) -> None:
+        """The life of a VM.
+
+        Args:
+            vm: the VM.
+            heir: number of the VM after it; None for the last one, which may stay.
+        """
         self.fault_share = self.random.choice([0.0, 0.0, 0.03, 0.2])
         if self.random.random() < 0.15:
             vm.spoil_disk(self.random.uniform(0, 10))
-        vm.start_daemon()
-        self.schedule.sleep(self.random.uniform(0, 3))
-        vm.start_trainer()
+        self._start(vm)
         self._thaw(vm)
         for _ in range(self.random.randrange(4)):
             self.schedule.sleep(self.random.expovariate(1 / 4))
             self._disturb(vm)
         self.schedule.sleep(self.random.uniform(0, 10))
-        if may_stay and self.random.random() < 0.3:
+        if heir is None and self.random.random() < 0.3:
             return
-        deadline_s = self.random.choice([4.0, 12.0, 12.0, 25.0, 25.0, 110.0])
+        deadline_s = self.random.choice([4.0, 12.0, 12.0, 25.0, 25.0, 60.0])
         if self.random.random() < 0.8 and self._notice(vm, deadline_s):
+            if heir is not None and "handover" in self.features:
+                self.count("handover")
+                vm.has_heir = True
+                self._start(self._boot(heir))
             for _ in range(self.random.choice([0, 0, 1, 2])):
                 self.schedule.sleep(self.random.uniform(0, min(8.0, deadline_s / 3)))
                 self._disturb(vm)
@@ -672,11 +809,8 @@ class World:
             self.schedule.sleep(
                 self.random.uniform(*(0, 3) if is_early else (deadline_s / 2, deadline_s))
             )
-        # The first start on a VM would take the run over: the latest start wins.
-        if vm.training is not None and vm.training.line and self.random.random() < 0.3:
-            self.count("VM frozen")
-            vm.is_frozen = True
-            self.schedule.freeze(vm.name + "-")
+        if vm.has_trained and vm.training is not None and self.random.random() < 0.3:
+            self._freeze(vm)
             return
         if self.random.random() < 0.4:
             self._reboot(vm)
@@ -684,7 +818,28 @@ class World:
         self.count("power off")
         vm.power_off()
 
+    def _start(self, vm: Vm) -> None:
+        vm.start_daemon()
+        self.schedule.sleep(self.random.uniform(0, 3))
+        vm.start_trainer()
+
+    def _freeze(self, vm: Vm) -> None:
+        """Freeze a VM that has trained: the first start on a VM would take the run over later."""
+        if self.random.random() < 0.3:
+            vm.kill_trainer()
+            vm.start_trainer()
+            self.await_moment(CLAIMS, 20)
+        elif self.random.random() < 0.7:
+            self.await_moment(("before commits", "after commits", "sealed"))
+        self.count("VM frozen")
+        vm.is_frozen = True
+        self.schedule.freeze(vm.name + "-")
+
     def _reboot(self, vm: Vm) -> None:
+        if vm.has_heir:
+            return  # the first start of a boot would take the run back
+        if self.random.random() < 0.7:
+            self.await_moment()
         self.count("power cut")
         vm.cut_power()
         self.schedule.sleep(self.random.uniform(0, 2))
@@ -694,7 +849,8 @@ class World:
     def _thaw(self, newer: Vm) -> None:
         for vm in self.vms.values():
             if vm is not newer and vm.is_on:
-                self.schedule.sleep(self.random.uniform(0, 20))
+                if self.random.random() < 0.5 or not self.await_moment((*CLAIMS, "resumed")):
+                    self.schedule.sleep(self.random.uniform(0, 20))
                 self.schedule.freeze(vm.name + "-", is_frozen=False)
                 if self.random.random() < 0.5:
                     self.count("overtaken VM starts its trainer again")
@@ -705,14 +861,14 @@ class World:
 
     def _calm_end(self) -> None:
         """Without faults, a notice ends SAFE on the VM that had them, and on a last one that resumes."""
-        self.fault_share = 0.0
+        self.fault_share = self.mirror_fault_share = 0.0
         for vm in [vm for vm in self.vms.values() if vm.is_on]:
             vm.disk_good_at_s = min(vm.disk_good_at_s, self.schedule.now_s)
             if not vm.is_frozen:
                 self.schedule.sleep(30)
                 self._expect_safe(vm)
                 vm.power_off()
-        vm = self._boot(9)
+        vm = self._boot(LAST)
         vm.start_daemon()
         self.schedule.sleep(1)
         vm.start_trainer()
@@ -721,14 +877,28 @@ class World:
         self._expect_safe(vm)
 
     def _expect_safe(self, vm: Vm) -> None:
+        self.schedule.wait(lambda: vm.has_trained, 2 * SILENCE_S)
         before = vm.safes
         self._notice(vm, 110.0)
         if not self.schedule.wait(lambda: vm.safes > before, 60):
             self.problems.append(f"without faults, a notice on {vm.name} did not end SAFE")
+        vm.kill_trainer()  # to save time
+        if self.mirror is not None:
+            self._expect_mirrored(self.mirror)
         if vm.cloud is not None:
-            vm.kill_trainer()  # to save time
-            vm.cloud.disturb()
-            vm.cloud.await_detection()
+            vm.cloud.rehearse()
+
+    def _expect_mirrored(self, mirror: MemoryStore) -> None:
+        """Without faults, the mirror soon has the newest commit and the farewell of each verdict."""
+        for _ in range(15):
+            self.schedule.sleep(2)
+            with self.schedule.outside():
+                found, copied = self.read_back(), self.read_back(mirror)
+            farewells = {key for key in self.store.objects if "/farewells/" in key}
+            lacks = farewells.difference(mirror.objects)
+            if found == copied and not lacks:
+                return
+        self.problems.append(f"the mirror has {copied} of {found}, and lacks {lacks}")
 
     def _notice(self, vm: Vm, seconds: float) -> bool:
         if vm.service is None:
@@ -761,9 +931,8 @@ class World:
         what = self.random.choice(
             ["daemon", "trainer", "both", "power", "end", "cloud", "outage", "disk", "nothing"]
         )
-        if self.random.random() < 0.5:  # during the reply to a create
-            created = self.creates
-            self.schedule.wait(lambda: self.creates > created, 10)
+        if what != "power" and self.random.random() < 0.5:
+            self.await_moment()
         if what == "outage":
             self.count("store outage")
             before, self.fault_share = self.fault_share, 1.0
@@ -817,6 +986,9 @@ def _patch(world: World) -> None:
     for module in (wall, aws_imds, gcp_metadata):
         module.datetime = _Datetime  # type: ignore[attr-defined]
     metadata._connect = world.connect
+    starts.PREDECESSOR_SILENCE_S = predecessor.PREDECESSOR_SILENCE_S = SILENCE_S
+    storage.Pruner = partial(Pruner, first_s=4.0, interval_s=6.0, retry_s=3.0)  # type: ignore[misc, assignment]
+    base.WINDOW_BYTES = WINDOW_BYTES
     host.is_host_stopping = lambda _: False
 
     def take(_logger: object, _level: str, event: Any) -> Any:

@@ -244,6 +244,8 @@ class JobVm(Vm):
 class JobWorld(World):
     """A world whose VMs run the ranks of one job after the other."""
 
+    all_features = ()
+
     def __init__(self, seed: int, directory: Path) -> None:
         super().__init__(seed, directory)
         self.processes: dict[str, Process] = {}
@@ -464,9 +466,8 @@ class JobWorld(World):
         vm = self.random.choice(running)
         kinds = ["daemon", "rank", "VM", "freeze", "outage", "late", "disk", "store of the job"]
         what = self.random.choice([*kinds, "nothing"])
-        if self.random.random() < 0.5:  # during the reply to a create
-            created = self.creates
-            self.schedule.wait(lambda: self.creates > created, 5)
+        if self.random.random() < 0.5:
+            self.await_moment(limit_s=4.0)
         self.count(f"disturbed: {what}")
         seconds = self.random.uniform(0, 8)
         if what == "daemon":
