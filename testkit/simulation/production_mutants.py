@@ -98,6 +98,16 @@ MUTANTS = (
            "            self._post(CommitDone(request.flush_id, manifest.ref))\n"),
     Mutant("swansongd.flush.queue", "            for path, each in sorted(self._files.items())\n",
            "            for path, each in sorted(self._files.items())[1:]\n"),
+    Mutant("swansongd.flush.committer", "                self._post(_fence_of(error))\n            else:",
+           "                self._post(CommitDone(request.flush_id, manifest.ref))\n            else:"),
+    Mutant("swansongd.core.proof", "return newest.step >= position.step",
+           "return newest.step >= position.step - 5"),
+    Mutant("swansongd.flush.reading", "piece.offset_bytes + start + done", "piece.offset_bytes + start"),
+    Mutant("swansong_bucket.retention.prune",
+           "        self._doomed = [read for read in self.found.commits if read.key not in kept]",
+           "        self._doomed = [read for read in self.found.commits if read.key not in kept][:-1]\n"
+           "        self._doomed += self.found.commits[-1:]"),
+    Mutant("swansongd.core.staged_sets", "        and _comes_before(state, staged, ref)\n", ""),
 )  # fmt: skip
 """Numbered from 0.  Each is found within 20 seeds."""
 NOT_FOUND = (
@@ -154,8 +164,15 @@ NOT_FOUND = (
     Mutant("swansong._checkpoint.staging",
            "    manifest = dataclasses.replace(manifest, files=files)\n", ""),
     Mutant("swansongd.staging.seal", "        if found != entry.size_bytes:", "        if False:"),
+    # Three of 20 seeds have a mirror, and few of them an evacuation without a commit.
+    Mutant("swansongd.service.storage", "            self.mirroring.expedite()\n", "            pass\n"),
+    Mutant("swansongd.flush.mirroring", "        if self._are_records_due or is_decided or",
+           "        if self._are_records_due or"),
+    # The VM before must commit between the first look and the claim.
+    Mutant("swansongd.core.starts", "    if due.nodes == 1 and _is_awaiting(transition):\n        return",
+           "    if False:\n        return"),
 )  # fmt: skip
-"""Numbered after the others.  They survive 8 seeds."""
+"""Numbered after the others.  No run has found them."""
 
 
 def finds(number: int, seeds: int, world: str = "production") -> str:
