@@ -21,8 +21,6 @@ MUTANTS = (
     Mutant("swansong_bucket.runs.catalog", "in sorted(by_commit, reverse=True)", "in sorted(by_commit)"),
     Mutant("swansongd.flush.claimant",
            "        self._note(replace(start, generation=claim.generation))\n", ""),
-    Mutant("swansongd.flush.claimant", "self._ensure_not_overtaken(start_id) if nodes == 1 else 0",
-           "0"),
     Mutant("swansongd.flush.queue", "        self._left = len(missing)",
            "        self._left = len(missing) - 1"),
     Mutant("swansongd.flush.sender", "        offset += piece.size_bytes\n", ""),
@@ -108,6 +106,12 @@ MUTANTS = (
            "        self._doomed = [read for read in self.found.commits if read.key not in kept][:-1]\n"
            "        self._doomed += self.found.commits[-1:]"),
     Mutant("swansongd.core.staged_sets", "        and _comes_before(state, staged, ref)\n", ""),
+    Mutant("swansongd.staging.prepare",
+           "            run_fd = _open_run(staging_fd, run)\n"
+           "            # The hooks sync their sets and the entries of this directory, "
+           "but not the entry for it.\n"
+           "            os.fsync(staging_fd)\n",
+           "            os.fsync(staging_fd)\n            run_fd = _open_run(staging_fd, run)\n"),
 )  # fmt: skip
 """Numbered from 0.  Each is found within 20 seeds."""
 NOT_FOUND = (
@@ -171,6 +175,9 @@ NOT_FOUND = (
     # The VM before must commit between the first look and the claim.
     Mutant("swansongd.core.starts", "    if due.nodes == 1 and _is_awaiting(transition):\n        return",
            "    if False:\n        return"),
+    # An overtaken VM must claim again, before it ends, while its next VM trains.
+    Mutant("swansongd.flush.claimant", "self._ensure_not_overtaken(start_id) if nodes == 1 else 0",
+           "0"),
 )  # fmt: skip
 """Numbered after the others.  No run has found them."""
 
