@@ -660,9 +660,8 @@ class World:
         if self.schedule.current.group != "world" and self.vm.cloud is not None:
             self.vm.cloud.check_log(event)
         if event["event"] == "committed":
-            self._expect_inherited(
-                f"{event['generation']} step {event['step']} is committed", event["step"]
-            )
+            said = f"{event['generation']} step {event['step']} is committed"
+            self._expect_inherited(said, event["generation"], event["step"])
         if event["event"] == "bucket_pruned":
             with self.schedule.outside():
                 self._expect_stored()
@@ -681,7 +680,7 @@ class World:
         is_kept = is_kept and said_step <= step
         is_overtaken = newest is not None and newest.generation > said_generation
         own = self.vm.lines
-        self._expect_inherited(said, said_step)
+        self._expect_inherited(said, said_generation, said_step)
         if not is_kept and not (is_overtaken and self._continues(line, step, own, said_step)):
             self.problems.append(f"{said}, but the newest is {newest} with step {step} of {line}")
         if self.steps.get(line, -1) < step:
@@ -691,8 +690,15 @@ class World:
             self.problems.append(f"{said}, but training was at step {floor} at the notice")
         self.promised = max(self.promised, said_step)
 
-    def _expect_inherited(self, said: str, step: int) -> None:
-        """A VM that has resumed by now continues from this step, which this VM has committed."""
+    def _expect_inherited(self, said: str, generation: int, step: int) -> None:
+        """A VM that has resumed by now continues from this step, which this VM has committed.
+
+        Unless this VM has the newest claim: then the other one was overtaken before it had resumed.
+        """
+        with self.schedule.outside():
+            newest = max(catalog.claimed(self._calm(self.store), RunKeys(RUN)))
+        if generation == newest:
+            return
         own, last = self.vm.lines, next(reversed(self.parents), "")
         is_known = self.vm.has_trained and any(line.startswith(own) for line in self.parents)
         is_of_other = is_known and not last.startswith(own)

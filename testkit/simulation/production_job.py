@@ -54,6 +54,7 @@ from swansongd.trainers.connection import PeerConnection
 from swansongd.trainers.peers import Peer
 
 from testkit.job_store import MemoryJobStore
+from testkit.memory_store import MemoryStore
 from testkit.simulation.production import Training, Vm, World, forget
 from testkit.simulation.schedule import Schedule
 
@@ -286,13 +287,13 @@ class JobWorld(World):
         for owner, name, replacement in changes:
             setattr(owner, name, replacement)
 
-    def _before(self, what: str, key: str) -> None:
+    def _before(self, store: MemoryStore, what: str, key: str) -> None:
         vm: Any = None if self.schedule.current.group == "world" else self.vm
         may_be_late = vm is not None and self.schedule.now_s < vm.store_late_until_s
         if may_be_late and self.random.random() < 0.3:
             self.count("request was late")
             self.schedule.sleep(self.random.uniform(0, LATE_S))
-        super()._before(what, key)
+        super()._before(store, what, key)
 
     @property
     def process(self) -> Process:
