@@ -26,6 +26,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from swansong_bucket.errors import StoreError
+
 from testkit import TRAINERS
 from testkit.clouds import Aws, Bucket
 from testkit.emulators.process import EmulatorProcess
@@ -164,8 +166,8 @@ class Soak:
             self.problems.append(f"the daemon ended with {self._daemon.popen.returncode}")
             self._daemon = self._vm.start_daemon()
         keys: Sequence[str] = ()
-        with suppress(OSError):  # an outage
-            keys = self._bucket.keys()
+        with suppress(StoreError):  # an outage
+            keys = [info.key for info in self._bucket.client.list("")]
         sample = {
             "at_s": round(self._now, 1),
             "life": f"{self._life}.{self._daemon.pid}",

@@ -13,11 +13,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 
 from job import Job, run
 from swansong_bucket.config.sections import StoreConfig
+from swansong_bucket.errors import StoreError
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.model import CheckpointId, CheckpointKind, Staged, StagedFile
 from swansong_bucket.stores.opening import open_store
@@ -63,7 +65,8 @@ def prepare(job: Job) -> Callable[[], object]:
         ),
         connections=connections + 4,
     )
-    store.warm()
+    with suppress(StoreError):  # a late answer; the daemon tries again later
+        store.warm()
     give_up_mono_s = time.monotonic() + 3600
     limit_bytes_s = job.option("limit_bytes_s", 0) or None
     throttled = Throttled(store, lambda: limit_bytes_s)
