@@ -139,6 +139,17 @@ class Process:
         return code
 
 
+def safe_steps(daemon: Process) -> list[int]:
+    """The steps of the reported verdicts, all of which are SAFE."""
+    verdicts = daemon.lines.all(event="verdict")
+    assert {verdict["verdict"] for verdict in verdicts} <= {"SAFE"}
+    return [verdict["step"] for verdict in verdicts]
+
+
+def newest_step(trainer: Process) -> int:
+    return max(int(line["step"]) for line in trainer.lines.all() if "step" in line)
+
+
 def _threads(pid: int) -> str:
     """The state of each thread of a process that does not do what a test waits for, from the kernel."""
     facts = []

@@ -8,22 +8,11 @@ from typing import Any
 import pytest
 
 from testkit.clouds import Aws, Bucket
-from testkit.rig import Process
+from testkit.rig import newest_step, safe_steps
 from testkit.waiting import until
 
 SOON = {"swansongd.core.schedule.INTERVAL_MIN_S": 1.0}
 """Follow-ups are 5 s apart without this constant."""
-
-
-def safe_steps(daemon: Process) -> list[int]:
-    """The steps of the reported verdicts, all of which are SAFE."""
-    verdicts = daemon.lines.all(event="verdict")
-    assert {verdict["verdict"] for verdict in verdicts} <= {"SAFE"}
-    return [verdict["step"] for verdict in verdicts]
-
-
-def newest_step(trainer: Process) -> int:
-    return max(int(line["step"]) for line in trainer.lines.all() if "step" in line)
 
 
 def resumed_step(new_vm: Any, bucket: Bucket, witness: str) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from testkit.clouds import Aws, Bucket
-from testkit.rig import Process, Vm
+from testkit.rig import Process, Vm, newest_step, safe_steps
 from testkit.waiting import until
 
 SOON = {"swansongd.core.schedule.INTERVAL_MIN_S": 1.0}
@@ -31,17 +31,6 @@ def waiting(new_vm: Any, bucket: Bucket, witness: str) -> tuple[Vm, Process, Pro
     trainer = vm.start_trainer("--step-delay-s", "0.05", script=witness)
     assert daemon.lines.wait(event="predecessor_leaves")["generation"] == 1
     return vm, daemon, trainer
-
-
-def safe_steps(daemon: Process) -> list[int]:
-    """The steps of the reported verdicts, all of which are SAFE."""
-    verdicts = daemon.lines.all(event="verdict")
-    assert {verdict["verdict"] for verdict in verdicts} <= {"SAFE"}
-    return [verdict["step"] for verdict in verdicts]
-
-
-def newest_step(trainer: Process) -> int:
-    return max(int(line["step"]) for line in trainer.lines.all() if "step" in line)
 
 
 def prefetched(daemon: Process) -> int:
