@@ -661,6 +661,7 @@ def record_fence(transition: Transition, event: FenceFound) -> None:
 
 
 def _is_fenced(state: State, start: Start) -> bool:
+    """Whether another VM has claimed a newer generation since this start claimed its own."""
     return start.generation is not None and start.generation < (state.starts.fenced_by or 0)
 
 

@@ -19,7 +19,7 @@ def handle(numbers: Iterable[int], handler: Callable[[int], object]) -> None:
 
     Args:
         numbers: of the signals.
-        handler: runs in a thread of its own and may block: SIGTERM needs answers of the host, and SIGINT
+        handler: runs in a separate thread and may block: SIGTERM needs answers of the host, and SIGINT
             ends the daemon meanwhile.  It must not raise an exception.
     """
     read_fd, write_fd = os.pipe2(os.O_CLOEXEC)

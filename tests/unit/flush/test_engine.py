@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
+from swansong_bucket.errors import Transient
 from swansong_bucket.model import CommitRef, StagedFile
 from swansong_bucket.stores.base import Body
 from swansong_bucket.util.concurrency import FIRST
@@ -302,6 +303,35 @@ def test_a_chunk_whose_request_hangs_is_sent_once_more(
     flush.wait_until_idle()
     assert sum(is_named(key, last) for key in flush.store.objects) <= 2
     assert all(isinstance(event, FlushProgress) for event in flush.events.queue)
+
+
+@pytest.mark.fault("O02")
+def test_a_late_attempt_that_fails_does_not_fail_the_flush(
+    flush: FlushRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its chunk is stored already, and the flush waits for another one."""
+    monkeypatch.setattr(queue, "LATE_S_MIN", 0.1)
+    let_go, held, hangs = threading.Event(), threading.Event(), count()
+    late, last = noise(CHUNK, 9), noise(CHUNK, 8)
+    began: list[str] = []
+
+    def before(_: str, key: str) -> None:
+        if is_named(key, late) and not next(hangs):
+            assert let_go.wait(20)
+            raise Transient("too late")
+        if is_named(key, last):
+            began.append(key)
+            assert held.wait(20)
+
+    flush.store.before = before
+    files = {"a": noise(5 * CHUNK), "b": late, "c": last}
+    flush.started(staged_set(flush.run_directory, files))
+    until(lambda: any(is_named(key, late) for key in flush.store.objects), what="a second attempt")
+    until(lambda: began, what="the last chunk to be sent")
+    let_go.set()
+    until(lambda: flush.engine._idle, what="the first attempt to end")
+    held.set()
+    assert isinstance(flush.outcome(), Flushed)
 
 
 # ---------------------------------------------------------------------- memory and descriptors
