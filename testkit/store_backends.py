@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from swansong_bucket.config.sections import StoreAccess
+from swansong_bucket.stores.azure.store import AzureStore
 from swansong_bucket.stores.base import Body, ObjectStore
 from swansong_bucket.stores.file.store import FileStore
 from swansong_bucket.stores.gcs.store import GcsStore
@@ -62,6 +63,10 @@ LACKS = {
 }  # fmt: skip
 
 
+PATIENT = WireLimits(read_timeout_s=60.0)
+"""Unless a test is about these limits: on a loaded machine a server may not answer for seconds."""
+
+
 def lacks(server: str) -> dict[str, str]:
     """Missing features of the server, each with its reason."""
     return LACKS.get(server.removesuffix("-tls"), {})
@@ -79,6 +84,8 @@ def store_at(
     config = StoreAccess(url=url, endpoint=endpoint, **keys)
     if limits is None:
         return open_store(config, lock=lock)
+    if url.startswith("az:"):
+        return AzureStore(config, limits)
     return (GcsStore if url.startswith("gs:") else S3Store)(config, limits, lock=lock)
 
 
@@ -104,7 +111,7 @@ class Cloud:
         scheme = "s3" if self.is_s3 else "az" if self.is_azure else "gs"
         account = f"{AZURE_ACCOUNT}/" if self.is_azure else ""
         url = f"{scheme}://{account}{bucket}/{self.prefix}"
-        keys = {"region": "us-east-1", "ca_bundle": self.ca, **keys}
+        keys = {"region": "us-east-1", "ca_bundle": self.ca, "limits": PATIENT, **keys}
         return store_at(url, endpoint or self.server.url, **keys)
 
     @property

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of an object store.  The tests in ``tests/contract/`` check every backend against it.
 
-A backend has no policy: it does not retry, and it does not wait longer than its timeouts.  Retries, deadlines
-and the rate limit are wrappers with the same interface.
+A backend has no policy: it does not retry what failed, and it does not wait longer than its timeouts.
+Retries, deadlines and the rate limit are wrappers with the same interface.
 
 Keys are relative to the prefix of the store's URL, contain no ``..`` and do not begin with ``/``.
 Every method is safe to call from many threads at the same time, and raises only:

@@ -20,7 +20,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from swansong_bucket.errors import Permanent, Transient
 from swansong_bucket.stores.base import Body, Sink
-from swansong_bucket.stores.http.pool import ConnectionBroken, HttpConnection, Pool
+from swansong_bucket.stores.http.pool import ConnectionBroken, HttpConnection, Pool, TooSlow
 from swansong_bucket.stores.http.tls import Tls
 from swansong_bucket.util.http1 import Head, ResponseReader, receive_until, request_head
 
@@ -127,7 +127,10 @@ class Wire:
         body: Body | None = None,
         sink: Sink | None = None,
     ) -> Response:
-        """Send one request, without retries.
+        """Send one request, and send it again if it is much slower than requests are as a rule.
+
+        So it may take effect twice: a create-if-absent then raises Exists for its own object, as after any
+        lost reply.  Errors are not retried.
 
         Args:
             target: path and query, percent-encoded.
@@ -143,12 +146,26 @@ class Wire:
         """
         request = _Request(method, target, headers, body, sink)
         head = self._head(request)
-        connection = self._pool.take(f"{method} {target} {request.range}")
+        try:
+            return self._attempt(head, request, is_first=True)
+        except TooSlow:
+            return self._attempt(head, request, is_first=False)
+
+    def close(self) -> None:
+        """Close the idle connections, and each other one at the end of its request."""
+        self._pool.close()
+
+    # ------------------------------------------------------------ one request
+
+    def _attempt(self, head: bytes, request: _Request, *, is_first: bool) -> Response:
+        connection = self._pool.take(is_first_attempt=is_first)
         is_reusable = False
         try:
-            reader = ResponseReader(connection.receive_into, method)
+            reader = ResponseReader(connection.receive_into, request.method)
             try:
                 self._send(connection, head, request.body)
+            except TooSlow:
+                raise
             except ConnectionBroken:
                 return self._early_response(connection, reader, request)
             connection.await_response(self._response_s)
@@ -158,12 +175,6 @@ class Wire:
             return response
         finally:
             self._pool.release(connection, is_reusable=is_reusable)
-
-    def close(self) -> None:
-        """Close the idle connections, and each other one at the end of its request."""
-        self._pool.close()
-
-    # ------------------------------------------------------------ one request
 
     def _head(self, request: _Request) -> bytes:
         size_bytes = request.body.size_bytes if request.body else 0

@@ -15,7 +15,6 @@ import statistics
 import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
@@ -33,14 +32,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _POLL_S = 0.25
-_LATE_S = 2.0
-"""A small request that has no answer by then is repeated once, as AWS advises for S3.
+_LATE_SHARE = 0.25
+"""A small request that has no answer after this share of the limit gets a second attempt: after 2 of 8 s, as
+AWS advises for S3.
 https://docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance-guidelines.html"""
 _LATE_BYTES_MAX = 2**19
 _OUTLIER_AFTER_S = 2.0
 _OUTLIER_SHARE = 0.25
 _OUTLIER_OTHERS_MIN = 3
-_REPEATED_MEMORY = 1024
 _RATED_AFTER_S = 0.1
 """A rate over a shorter time is not significant."""
 
@@ -54,6 +53,10 @@ _NOT_SENT = struct.Struct("@144xI")
 
 class ConnectionBroken(Transient):
     """The connection failed; the request may have taken effect."""
+
+
+class TooSlow(ConnectionBroken):
+    """The watchdog cut a request because a second attempt should be faster."""
 
 
 class ConnectionPhase(Enum):
@@ -80,9 +83,10 @@ class HttpConnection:
         self.idle_since_mono_s = 0.0
         self.cut = ""
         """Why the watchdog shut the connection down; else empty."""
+        self.is_too_slow = False
+        """The watchdog shut it down in favour of a second attempt."""
         self.phase = ConnectionPhase.LOCAL
-        self.request = ""
-        """Identifies the request; a retry has the same text."""
+        self.is_first_attempt = True
         self.total_bytes = 0
         """Size of the body, as far as it is known."""
         self.local_s = 0.0
@@ -96,9 +100,9 @@ class HttpConnection:
         """Instant of the watchdog's first check of the request; all measures start there."""
         self._base_bytes = 0
 
-    def begin(self, request: str) -> None:
+    def begin(self, *, is_first_attempt: bool) -> None:
         """Start the measures of a new request."""
-        self.request = request
+        self.is_first_attempt = is_first_attempt
         self.total_bytes = 0
         self.local_s = 0.0
         self.limit_mono_s = math.inf
@@ -142,6 +146,8 @@ class HttpConnection:
         return result
 
     def broken(self, error: OSError | None) -> ConnectionBroken:
+        if self.is_too_slow:
+            return TooSlow(self.cut)
         return ConnectionBroken(self.cut or f"the connection broke: {error!s:.200}")
 
     def is_usable(self) -> bool:
@@ -215,13 +221,15 @@ class Pool:
         self._idle: list[HttpConnection] = []
         self._in_use: dict[HttpConnection, None] = {}
         """Oldest request first."""
-        self._repeated: deque[str] = deque(maxlen=_REPEATED_MEMORY)
-        """Requests that were cut because another attempt should be faster; no request is cut twice."""
         self._closed = threading.Event()
         self._watchdog: threading.Thread | None = None
 
-    def take(self, request: str) -> HttpConnection:
-        """Take a connection for ``request``, until :meth:`release`.  Raises the errors of ``dial``."""
+    def take(self, *, is_first_attempt: bool) -> HttpConnection:
+        """Take a connection for a request, until :meth:`release`.  Raises the errors of ``dial``.
+
+        Args:
+            is_first_attempt: another one will follow :class:`TooSlow`.
+        """
         with self._lock:
             if not self._freed.wait_for(lambda: self._taken < self.connections, self.first_byte_s):
                 raise Transient("all connections to the store are busy")
@@ -230,7 +238,7 @@ class Pool:
         try:
             connection = connection or self.dial()
             with self._lock:
-                self._register(connection, request)
+                self._register(connection, is_first_attempt=is_first_attempt)
         except BaseException as error:
             if connection is not None:
                 connection.sock.close()
@@ -277,8 +285,8 @@ class Pool:
             connection.sock.close()
         return None
 
-    def _register(self, connection: HttpConnection, request: str) -> None:
-        connection.begin(request)
+    def _register(self, connection: HttpConnection, *, is_first_attempt: bool) -> None:
+        connection.begin(is_first_attempt=is_first_attempt)
         self._in_use[connection] = None
         if self._watchdog is None:
             self._watchdog = threading.Thread(target=self._watch, name="wire-watchdog", daemon=True)
@@ -311,23 +319,21 @@ class Pool:
             elif connection.hangs(now_mono_s, self.stall_s, self.first_byte_s):
                 connection.shut_down(f"nothing moved for {connection.still_s(now_mono_s):.1f} s")
             elif self._is_late(connection, now_mono_s):
-                self._repeat(connection, f"no answer after {_LATE_S:g} s")
+                connection.is_too_slow = True
+                connection.shut_down(f"no answer after {connection.still_s(now_mono_s):.1f} s")
         outlier = self._outlier(now_mono_s)
         if outlier is not None:
-            self._repeat(outlier, "far slower than the other connections")
+            outlier.is_too_slow = True
+            outlier.shut_down("far slower than the other connections")
         while self._idle and now_mono_s - self._idle[0].idle_since_mono_s > IDLE_S_MAX:
             self._idle.pop(0).sock.close()
 
-    def _repeat(self, connection: HttpConnection, why: str) -> None:
-        self._repeated.append(connection.request)
-        connection.shut_down(why)
-
     def _is_late(self, connection: HttpConnection, now_mono_s: float) -> bool:
         return (
-            connection.is_answer_due
+            connection.is_first_attempt
+            and connection.is_answer_due
             and connection.total_bytes <= _LATE_BYTES_MAX
-            and connection.still_s(now_mono_s) > _LATE_S
-            and connection.request not in self._repeated
+            and connection.still_s(now_mono_s) > _LATE_SHARE * self.first_byte_s
         )
 
     def _outlier(self, now_mono_s: float) -> HttpConnection | None:
@@ -340,7 +346,7 @@ class Pool:
             if (
                 connection.on_network_s(now_mono_s) < _OUTLIER_AFTER_S
                 or left_bytes <= 0
-                or connection.request in self._repeated
+                or not connection.is_first_attempt
                 or len(rates) <= _OUTLIER_OTHERS_MIN
             ):
                 continue

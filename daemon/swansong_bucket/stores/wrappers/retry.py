@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Retries: a store around a store, and the only module that repeats a request.
+"""Retries: a store around a store, and the only module that repeats a request that failed.
 
 A Transient error is retried until ``give_up_mono_s``.  Every call of the contract is idempotent, except for
 create-if-absent: its Exists after an ambiguous attempt is raised, and the caller reads the object back and
