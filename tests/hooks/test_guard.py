@@ -722,10 +722,11 @@ def test_a_daemon_that_does_not_read_does_not_stop_the_loop(
         release = threading.Event()
         daemon.on_query = lambda _: release.wait(60)  # blocks the thread of the fake daemon
         guard = attach({"counter": counter})
-        daemon.wait_connected()
-        guard._session.channel.send(RestoreQuery("q"))
+        channel = guard._session.channel
+        assert channel.is_connected()
+        assert channel.send(RestoreQuery("q"))
         begun_s = time.monotonic()
-        while guard._session.channel.send(Bye("x" * 60000)):
+        while channel.send(Bye("x" * 60000)):
             assert time.monotonic() - begun_s < 60
         train(guard, counter, 1, 100)
         daemon.wait_for(Hello, 2)
