@@ -235,7 +235,7 @@ class Start:
     """Its sets may be committed: not those of an earlier boot if another VM has taken the run over since, and
     not those of an earlier start over several VMs, because the next start has chosen without them."""
     is_live: bool = False
-    """A process of it was seen by this life of the daemon."""
+    """A process of it was seen by this life of the daemon, while no newer launch was connected."""
 
     @property
     def parent(self) -> Parent:

@@ -153,6 +153,8 @@ class FinishAsked(FromTrainer):
     """This start of a job over several VMs is about to begin, and waits for the commits of earlier ones."""
 
     start_id: str
+    connection: int = 0
+    """The rank that asks; 0 if it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,37 +76,55 @@ FINISH_S_MAX = 90.0
 # ---------------------------------------------------------------- starts that become known
 
 
+def _is_late(state: State, start_id: str, began_ticks: int) -> bool:
+    """Whether the process is of an earlier launch: a launch whose processes began later is connected.
+
+    This is the order of the launches of a VM, whether their starts have begun or wait for the commits of
+    earlier starts.  Once the processes of the newest launch have ended, an older process, such as a notebook,
+    may begin another start.
+    """
+    running = {first_start(trainer.start_id) for trainer in state.connected}
+    began = [(s.id, s.began_ticks) for s in state.starts.known if first_start(s.id) in running]
+    finishing = state.starts.finishing
+    if finishing is not None:
+        asking = (t for t in state.connected if t.connection in finishing.connections)
+        ticks = min((trainer.process_start for trainer in asking), default=0)
+        began.append((finishing.start_id, ticks))
+    launch = first_start(start_id)
+    return any(0 < began_ticks < ticks and first_start(id_) != launch for id_, ticks in began)
+
+
 def see(transition: Transition, start_id: str, began_ticks: int = 0) -> Start:
     """A process of this start runs on this VM.
 
     Args:
         began_ticks: when the process began.  A process of an earlier launch may end late, and connect to a
-            restarted daemon before or after the running processes of the newest launch.  Once these have
-            ended, an older process, such as a notebook, may begin another start.
+            restarted daemon before or after the running processes of the newest launch.  Its start claims
+            only for sealed sets, and ends no other start.
     """
     state = transition.state
     known = state.start_of(start_id)
     if known is not None and known.is_live:
         return known
-    seen = replace(known or Start(id=start_id), is_live=True, is_of_boot=True)
+    is_late = _is_late(state, start_id, began_ticks)
+    seen = replace(known or Start(id=start_id), is_live=not is_late, is_of_boot=True)
     seen = replace(seen, is_open=not _is_fenced(state, seen))
     others = tuple(start for start in state.starts.known if start.id != start_id)
     if seen.generation is None:
-        connected = {first_start(trainer.start_id) for trainer in state.connected}
         may_reconnect = arrival.has_just_started(state, transition.now)
         later = [
             start
             for start in others
             if 0 < began_ticks < start.began_ticks
             and first_start(start.id) != first_start(start_id)
-            and (first_start(start.id) in connected or (may_reconnect and not start.is_live))
+            and (is_late or (may_reconnect and not start.is_live))
         ]
         earlier = others[: others.index(later[0])] if later else others
         is_overtaken = any(start.generation is not None for start in later)
         seen = replace(seen, is_open=not is_overtaken)
         _set_starts(transition, (*earlier, seen, *others[len(earlier) :]))
         transition.log("info", "start_seen", start=start_id)
-        if not later:
+        if not (later or is_late):
             _end_requests(transition, start_id)
     else:
         update(transition, seen)
@@ -148,7 +166,8 @@ def record_joined(transition: Transition, connection: int) -> None:
         if is_alone and any(
             start.is_open and start.nodes > 1 for start in transition.state.starts.known
         ):
-            record_finish_asked(transition, trainer.start_id)  # the job has only this VM left
+            # The job has only this VM left.
+            record_finish_asked(transition, trainer.start_id, connection)
         _record_member(transition, trainer)
 
 
@@ -175,7 +194,7 @@ def _record_member(
             is_restoring=start.is_restoring and may_restore,
         ),
     )
-    if trainer.nodes > 1:
+    if trainer.nodes > 1 and start.is_live:
         _close_earlier(transition, start.id)
 
 
@@ -404,11 +423,9 @@ def reconcile(transition: Transition) -> None:
     _give_start(transition)
     _finish(transition)
     state = transition.state
-    due, finishing = _due(state), state.starts.finishing
+    due = _due(state)
     if due is None or due.id == state.starts.claiming or not _may_claim(transition):
         return
-    if finishing is not None and finishing.start_id == due.id and not finishing.is_done:
-        return  # the sets of earlier starts are committed first
     if due.nodes == 1 and _is_awaiting(transition):
         return  # a claim would fence the VM that still trains
     claims = (*_recent(transition), (due.id, transition.now))
@@ -466,7 +483,7 @@ def record_denied(transition: Transition, reason: str) -> None:
 def _due(state: State) -> Start | None:
     """The oldest start that needs a generation, has none, and does not precede the claim in flight.
 
-    The first scan may find older ones.
+    The first scan may find older ones.  While the next start waits, only sets that are sealed need one.
     """
     if state.staging.first_scan_mono_s is None:
         return None
@@ -475,7 +492,7 @@ def _due(state: State) -> Start | None:
     # A claim in flight may have succeeded: an earlier start would get a greater generation.
     first = known.index(claiming) if claiming is not None and claiming.is_open else 0
     for start in known[first:]:
-        is_newest = start is known[-1] and start.is_live
+        is_newest = start is known[-1] and start.is_live and not state.starts.is_finishing
         is_needed = start.has_hooks or state.evacuation is not None  # for its farewell
         is_wanted = (is_newest and is_needed) or start.id in with_sets
         if start.generation is None and start.is_of_boot and start.is_open and is_wanted:
@@ -531,7 +548,7 @@ def _close_overtaken(transition: Transition, start_id: str) -> None:
 # ---------------------------------------------------------------- starts over several VMs
 
 
-def record_finish_asked(transition: Transition, start_id: str) -> None:
+def record_finish_asked(transition: Transition, start_id: str, connection: int) -> None:
     """A start over several VMs is about to begin: commit the sealed sets first.
 
     No VM claims a generation before all VMs have done so, since nothing of an earlier start is committed
@@ -542,13 +559,26 @@ def record_finish_asked(transition: Transition, start_id: str) -> None:
     if state.start_of(start_id) is not None:
         transition.do(Send(Finished(start_id)))  # to a rank that connected late or again
         return
+    trainer = state.ranks.on(connection)
+    if _is_late(state, start_id, 0 if trainer is None else trainer.process_start):
+        transition.log("info", "launch_overtaken", start=start_id)
+        return
     if finishing is not None and finishing.start_id == start_id:
+        connected = {each.connection for each in state.connected}
+        connections = finishing.connections & connected | {connection}
+        finishing = replace(finishing, connections=connections)
+        _put(transition, replace(state.starts, finishing=finishing))
         if finishing.waits is not None:
             _tell_finished(transition, finishing)
         return
     is_evacuating = state.evacuation is not None and not state.evacuation.is_precaution
     limit_s = min(max(FINISH_S, transition.left_s if is_evacuating else 0.0), FINISH_S_MAX)
-    asked = Finishing(start_id, asked_mono_s=transition.now, by_mono_s=transition.now + limit_s)
+    asked = Finishing(
+        start_id,
+        connections=frozenset({connection}),
+        asked_mono_s=transition.now,
+        by_mono_s=transition.now + limit_s,
+    )
     _put(transition, replace(state.starts, finishing=asked))
     transition.do(Rescan())
     if _has_more(state):

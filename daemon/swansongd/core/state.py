@@ -132,6 +132,8 @@ class Finishing:
     """A start over several VMs is about to begin, after the sets that are sealed by then are committed."""
 
     start_id: str
+    connections: frozenset[int]
+    """The ranks of this start that have asked."""
     asked_mono_s: float
     by_mono_s: float
     """The start begins at this instant at the latest."""

@@ -45,7 +45,7 @@ def event_of(connection: int, message: Message) -> Observed:
         case protocol.PeerRequest():
             return PeerRequested(message.request_id, short(message.reason), message.seconds_left)
         case protocol.Finish():
-            return FinishAsked(message.start_id)
+            return FinishAsked(message.start_id, connection)
         case protocol.Begin():
             return StartBegun(connection, message.start_id)
         case protocol.Digested():

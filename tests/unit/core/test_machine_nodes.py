@@ -505,6 +505,71 @@ def test_a_daemon_answers_when_its_own_share_is_committed() -> None:
     assert node.last(Finished) == replace(waits, waits=False)
 
 
+def with_another_launch(*, asks: bool = False) -> Node:
+    """The job was launched again while this VM commits step 9.  A process of another launch connects, too.
+
+    That process began before the ranks of the new launch and after those of the first start.
+
+    Args:
+        asks: its start has yet to begin.
+    """
+    node = started()
+    node.seal_part(9)
+    node.now += 1
+    node.leave()
+    node.join_one_of(2, pid=300)
+    node.tell(FinishAsked("second", 1))
+    node.scan()
+    node.join(2, rank=1, nodes=2, pid=200, start_id="" if asks else "abandoned")
+    return node
+
+
+@pytest.mark.fault("H01", "T09")
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_process_of_an_abandoned_launch_takes_nothing_from_the_launch_that_waits(
+    *, asks: bool
+) -> None:
+    """Whether its start has begun or not: the sets are committed, and only the newest launch begins."""
+    node = with_another_launch(asks=asks)
+    if asks:
+        node.tell(FinishAsked("abandoned", 2))
+    node.wait(1)
+    assert not node.all(CancelFlush)
+    node.complete()
+    assert finished(node) == ["second"]
+    assert len(node.all(ClaimGeneration)) == 1, "a claim would fence the VMs of the new launch"
+    node.tell(StartBegun(1, "second"))
+    assert node.last(ClaimGeneration).start_id == "second"
+    assert node.state.commits.last_complete == CommitRef(3, 9)
+
+
+def test_a_process_of_an_abandoned_launch_makes_no_job_with_one_vm_left_begin_early() -> None:
+    """Its start has no ranks on other VMs, and does not claim before the sets are committed."""
+    node = started()
+    node.seal_part(9)
+    node.now += 1
+    node.leave()
+    node.join_one_of(1, pid=300, start_id="alone")
+    node.join(2, rank=1, nodes=2, pid=200, start_id="")
+    node.tell(FinishAsked("abandoned", 2))
+    assert len(node.all(ClaimGeneration)) == 1
+    node.scan()
+    node.complete()
+    assert node.last(ClaimGeneration).start_id == "alone"
+
+
+def test_the_newest_launch_takes_the_place_of_one_that_was_abandoned() -> None:
+    """In the order in which their processes began; an older one may ask once the newer ones have ended."""
+    node = with_another_launch(asks=True)
+    node.leave(1)
+    node.tell(FinishAsked("again", 2))
+    node.join(3, nodes=2, pid=400, start_id="")
+    node.tell(FinishAsked("newest", 3))
+    node.scan()
+    node.complete()
+    assert finished(node) == ["newest"]
+
+
 @pytest.mark.parametrize(
     ("in_s", "limit_s"), [(None, FINISH_S), (52.0, 52.0), (600.0, FINISH_S_MAX)]
 )

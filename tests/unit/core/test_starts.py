@@ -341,6 +341,15 @@ def test_a_rank_that_attaches_again_after_its_goodbye_waits_for_the_next_start()
     assert story.sent(StartDrawn)[-1] == Send(StartDrawn("b"), (3,))
 
 
+def test_a_rank_0_that_attaches_again_begins_a_start_although_rank_1_began_later() -> None:
+    """Rank 1 is connected for the start before, and both processes are of one age."""
+    story = joined(1, rank=0, ranks=2, start_id="a")
+    story.join(2, rank=1, ranks=2, start_id="")
+    story.leave(1, is_goodbye=True)
+    story.join(3, rank=0, ranks=2, start_id="b")
+    assert claims(story) == ["a", "b"]
+
+
 def test_the_ranks_of_a_start_whose_claim_was_refused_learn_that_it_is_over() -> None:
     """Another VM of its job had claimed for it, and a later start has taken the run over."""
     story = Story()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from swansong import protocol
 from swansong_bucket.model import UNKNOWN_PARENT, Parent
-from swansongd.core.events import TrainerProgress
+from swansongd.core.events import FinishAsked, TrainerProgress
 from swansongd.trainers.translate import event_of, view_of
 
 
@@ -28,3 +28,8 @@ def test_a_start_names_what_it_has_loaded(fields: dict[str, object], parent: Par
     event = event_of(1, report)
     assert isinstance(event, TrainerProgress)
     assert (event.start_id, event.parent) == ("a", parent)
+
+
+def test_a_question_of_a_start_names_the_rank_that_asks() -> None:
+    """When the process of this rank began decides which launch is the newest."""
+    assert event_of(7, protocol.Finish("a")) == FinishAsked("a", 7)
