@@ -235,6 +235,21 @@ def test_a_checkpoint_with_a_failed_gpu_of_another_vm_is_not_safe(*, is_restarte
     assert node.final == ["PARTIAL generation 3 step 9"]
 
 
+@pytest.mark.fault("X09")
+def test_a_finished_run_in_doubt_waits_for_no_trainer() -> None:
+    """A GPU of the other VM had failed: no trainer comes whose checkpoint could improve the verdict."""
+    node = started()
+    node.seal(9, "end", start_id="first", nodes=2, is_final=True)
+    node.flushed()
+    node.committed()
+    ref = CommitRef(3, 9, is_final=True)
+    node.tell(PartsCounted(ref, 2, ref, is_sound=False))
+    node.leave(is_goodbye=True)
+    node.notice()
+    node.scan()
+    assert node.final == ["PARTIAL generation 3 step 9 (final)"]
+
+
 def test_the_deadline_of_another_vm_does_not_replace_ours() -> None:
     """While this VM has a deadline, that one counts."""
     node = started()
