@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -222,6 +223,31 @@ def test_descriptors_that_a_peer_passes_are_not_taken(
 
 
 @pytest.mark.fault("H07")
+@pytest.mark.fault("H07")
+@pytest.mark.parametrize("watched", ["the connection", "its process"])
+def test_a_peer_that_the_kernel_does_not_watch_is_turned_away(
+    running: RunningChannel, monkeypatch: pytest.MonkeyPatch, watched: str
+) -> None:
+    """A user may watch a limited number of descriptors.  Others are served, and so is its next attempt."""
+    selector = running.channel._selector
+    real, failures = selector.register, []
+
+    def register(fileobj: Any, *arguments: Any) -> Any:
+        if isinstance(fileobj, int) is (watched == "its process") and not failures:
+            failures.append(fileobj)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(fileobj, *arguments)
+
+    monkeypatch.setattr(selector, "register", register)
+    with running.connect() as client:
+        if watched == "its process":
+            client.send(protocol.Hello(""))
+        while client.receive() is not None:
+            pass
+    assert failures
+    assert_serves(running)
+
+
 def test_without_descriptors_connected_peers_are_served_and_nothing_spins() -> None:
     """Without free descriptors the daemon accepts no peer, serves the connected ones, and does not spin."""
     script = """

@@ -16,6 +16,7 @@ import structlog
 from swansong_bucket.errors import StoreError
 from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.stores.checksums import crc32c
+from swansong_bucket.util.threads import lasting_thread
 
 _log = structlog.get_logger(__name__)
 
@@ -44,7 +45,7 @@ class Warmer:
 
     def start(self) -> None:
         """Start the thread."""
-        threading.Thread(target=self._run, name="warmer", daemon=True).start()
+        lasting_thread("warmer", self._run).start()
 
     def now(self) -> None:
         """Request a call now, because of a notice; does not wait for it."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Daemon threads: one that runs tasks in order, or several that share a list of tasks.
+"""Daemon threads: one that outlasts its errors, one that runs tasks in order, or several that share tasks.
 
 Not a ThreadPoolExecutor: the interpreter joins the threads of an executor at exit.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Sized
 from typing import Any, TypeVar
 
@@ -19,8 +20,38 @@ Task = TypeVar("Task")
 
 _NO_TASK = object()
 _POLL_S = 0.2
+_FAULT_PAUSE_S = 1.0
+_FAULT_PAUSE_S_MAX = 60.0
 
 _log = structlog.get_logger(__name__)
+
+
+def lasting_thread(name: str, run: Callable[[], object]) -> threading.Thread:
+    """A thread that calls ``run`` again, after a pause, until it returns without an error.
+
+    For a loop that must last as long as its program: the lack of a descriptor or of memory, or an error of
+    the disk, can fail any operation once.  The state of the loop that matters must outlast a call.
+
+    Returns:
+        The thread, which is not started yet.
+    """
+
+    def last() -> None:
+        pause_s = _FAULT_PAUSE_S
+        while True:
+            began_mono_s = time.monotonic()
+            try:
+                run()
+            except Exception:
+                _log.exception("worker_fault", worker=name)
+            else:
+                return
+            if time.monotonic() - began_mono_s > _FAULT_PAUSE_S_MAX:
+                pause_s = _FAULT_PAUSE_S
+            threading.Event().wait(pause_s)
+            pause_s = min(2 * pause_s, _FAULT_PAUSE_S_MAX)
+
+    return threading.Thread(target=last, name=name, daemon=True)
 
 
 class Worker:

@@ -17,7 +17,7 @@ from swansong_bucket.config.values import InvalidValue, run_name
 from swansong_bucket.errors import Stopped, StoreError, SwansongError, Transient
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.stores.base import all_pages
-from swansong_bucket.util.threads import parallel
+from swansong_bucket.util.threads import lasting_thread, parallel
 
 from swansong_tools.economics.cost import Prices
 from swansong_tools.exporter.figures import RunFigures
@@ -78,7 +78,7 @@ class StoreReader:
 
     def start(self) -> None:
         """Start the thread.  Returns immediately."""
-        threading.Thread(target=self._run, name="exporter-reader", daemon=True).start()
+        lasting_thread("exporter-reader", self._run).start()
 
     def figures(self) -> list[RunFigures]:
         """The figures of all runs as they were read last."""

@@ -28,6 +28,7 @@ from swansong_bucket.model import CommitRef
 from swansong_bucket.runs import catalog, commit
 from swansong_bucket.runs.commit import Claim
 from swansong_bucket.stores.base import ObjectStore
+from swansong_bucket.util.threads import lasting_thread
 
 from swansongd.core.events import (
     CheckComplete,
@@ -117,7 +118,7 @@ class Committer:
         """The commit that was read last."""
         self._stop = threading.Event()
         self._is_expedited = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="committer", daemon=True)
+        self._thread = lasting_thread("committer", self._run)
 
     @property
     def own_starts(self) -> frozenset[str]:

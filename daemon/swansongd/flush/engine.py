@@ -28,6 +28,7 @@ from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.model import CheckpointId, Chunk, Staged
 from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.util.concurrency import ConcurrencyLimit
+from swansong_bucket.util.threads import lasting_thread
 
 from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
 from swansongd.flush.active import ActiveFlush
@@ -111,7 +112,7 @@ class FlushEngine:
         """The flush that the next free worker begins: start() must not wait."""
         self._is_beginning = False
         self._reported: FlushProgress | None = None
-        threading.Thread(target=self._report, name="flush-progress", daemon=True).start()
+        lasting_thread("flush-progress", self._report).start()
         for number in range(layout.connections):
             self._start_worker(number)
 
@@ -165,7 +166,7 @@ class FlushEngine:
 
     def _start_worker(self, number: int) -> None:
         try:
-            threading.Thread(target=self._work, name=f"flush-{number}", daemon=True).start()
+            lasting_thread(f"flush-{number}", self._work).start()
         except RuntimeError as error:  # the VM allows no more threads; one worker is enough
             if not number:
                 raise

@@ -28,6 +28,7 @@ from swansong_bucket.runs import catalog
 from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.stores.wrappers.retry import Retrying
 from swansong_bucket.stores.wrappers.throttle import Throttled
+from swansong_bucket.util.threads import lasting_thread
 
 from swansongd.core.events import Event, FenceFound
 from swansongd.core.state import State
@@ -128,7 +129,7 @@ class Mirroring:
 
     def start(self) -> None:
         """Start the thread.  Returns immediately."""
-        threading.Thread(target=self._run, name="mirror", daemon=True).start()
+        lasting_thread("mirror", self._run).start()
 
     def committed(self, manifest: Manifest) -> None:
         """Copy this manifest, which was just committed.  Returns immediately."""

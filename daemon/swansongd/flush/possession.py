@@ -21,6 +21,7 @@ from blake3 import blake3
 from swansong_bucket.errors import NotFound, Permanent, StoreError
 from swansong_bucket.model import Chunk
 from swansong_bucket.stores.base import ObjectStore
+from swansong_bucket.util.threads import lasting_thread
 
 from swansongd.flush.known import KnownChunks
 
@@ -84,7 +85,7 @@ class Possession:
         """It has lost one since the last commit."""
         self._next_mono_s = -1.0
         """The next read starts no earlier."""
-        threading.Thread(target=self._run, name="possession", daemon=True).start()
+        lasting_thread("possession", self._run).start()
 
     def offer(self, chunk: Chunk, data: memoryview) -> None:
         """A chunk was created.  Each one since the last read has the same chance to be read back.

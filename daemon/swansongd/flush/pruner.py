@@ -14,6 +14,7 @@ from swansong_bucket.errors import Stopped, SwansongError
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.retention.prune import PruneReport, prune
 from swansong_bucket.stores.base import ObjectStore
+from swansong_bucket.util.threads import lasting_thread
 
 from swansongd.observe.status import PruneStatus
 
@@ -62,7 +63,7 @@ class Pruner:
 
     def start(self) -> None:
         """Start the thread; returns immediately."""
-        threading.Thread(target=self._run, name="pruner", daemon=True).start()
+        lasting_thread("pruner", self._run).start()
 
     def _run(self) -> None:
         wait_s = self._first_s

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import structlog
 from swansong_bucket.errors import ConfigError
+from swansong_bucket.util.threads import lasting_thread
 
 from swansongd.core.events import Event, LinkShared
 from swansongd.core.state import State
@@ -34,6 +35,7 @@ YIELD_S_MAX = 300.0
 _LOOK_INTERVAL_S = 0.2
 _LINGER_S = 1.0
 """A lock is held this much longer: files of a checkpoint that is being saved come one by one."""
+_RETRY_S = 60.0
 _LINK = "link.lock"
 
 _log = structlog.get_logger(__name__)
@@ -108,7 +110,7 @@ class SharedLink:
 
     def start(self) -> None:
         """Start the thread.  Returns immediately."""
-        threading.Thread(target=self._run, name="shared-link", daemon=True).start()
+        lasting_thread("shared-link", self._run).start()
 
     def look(self) -> None:
         """Take or release the lock, and post a change of the others' need.  Never blocks."""
@@ -144,5 +146,6 @@ class SharedLink:
                 self.look()
             except OSError as error:
                 _log.warning("link_not_shared", reason=error.strerror)
+                self._yields = False
                 self._post(LinkShared(is_needed=False))
-                return
+                self._stop.wait(_RETRY_S)

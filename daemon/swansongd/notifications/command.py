@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import structlog
 from swansong_bucket.model import DRILL
+from swansong_bucket.util.threads import lasting_thread
 
 from swansongd.config.notify import NotifyConfig
 from swansongd.notifications.outbox import Outbox
@@ -77,7 +78,7 @@ class Command:
         self._stop = threading.Event()
 
     def start(self) -> None:
-        threading.Thread(target=self._run, name="notify-exec", daemon=True).start()
+        lasting_thread("notify-exec", self._run).start()
 
     def stop(self) -> None:
         """Kill the command that runs."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import structlog
 from swansong_bucket.errors import SwansongError
 from swansong_bucket.util.printable import printable
+from swansong_bucket.util.threads import lasting_thread
 
 from swansongd.config.notify import NotifyConfig
 from swansongd.notifications import secret_files
@@ -54,7 +55,7 @@ class Heartbeat:
         self._last_error = ""
 
     def start(self) -> None:
-        threading.Thread(target=self._run, name="notify-heartbeat", daemon=True).start()
+        lasting_thread("notify-heartbeat", self._run).start()
 
     def status(self) -> HeartbeatStatus:
         return HeartbeatStatus(

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 import structlog
+from swansong_bucket.util.threads import lasting_thread
 
 from swansongd.config.notify import NotifyConfig
 from swansongd.core.state import State
@@ -83,7 +84,7 @@ class Notifier:
         for sender in (self._webhook, self._command, self._heartbeat):
             if sender is not None:
                 sender.start()
-        threading.Thread(target=self._look, name="notify-watch", daemon=True).start()
+        lasting_thread("notify-watch", self._look).start()
 
     def observe(self, observation: Observation) -> None:
         """Queue the notifications of one decision.  No IO: it takes microseconds."""
@@ -144,11 +145,7 @@ class Notifier:
         if not self._never.wait(_WARM_S) and (self._webhook or self._heartbeat):
             warm()
         while not self._never.wait(_LOOK_S):
-            try:
-                self._look_once()
-            except Exception:
-                _log.exception("worker_fault", worker="notify-watch")
-                self._never.wait(_FAULT_S)
+            self._look_once()
 
     def _look_once(self) -> None:
         if self._latest is None:

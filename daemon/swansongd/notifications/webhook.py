@@ -11,6 +11,7 @@ from random import SystemRandom
 
 import structlog
 from swansong_bucket.errors import SwansongError
+from swansong_bucket.util.threads import lasting_thread
 
 from swansongd.config.notify import PAGERDUTY_URL, NotifyConfig
 from swansongd.notifications import secret_files
@@ -98,7 +99,7 @@ class Webhook:
         self._backoff_s = backoff_s
 
     def start(self) -> None:
-        threading.Thread(target=self._run, name="notify-webhook", daemon=True).start()
+        lasting_thread("notify-webhook", self._run).start()
 
     @property
     def open(self) -> frozenset[str]:

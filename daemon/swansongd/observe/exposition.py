@@ -29,6 +29,7 @@ from prometheus_client.exposition import MetricsHandler
 from prometheus_client.registry import Collector, CollectorRegistry
 from swansong_bucket.config.values import ListenAddress
 from swansong_bucket.errors import SwansongError
+from swansong_bucket.util.threads import lasting_thread
 
 from swansongd.observe.status import MetricsStatus
 from swansongd.util import listeners, unix
@@ -95,7 +96,7 @@ class Exposition:
 
     def start(self) -> None:
         """Start the thread.  Returns immediately."""
-        threading.Thread(target=self._run, name="metrics", daemon=True).start()
+        lasting_thread("metrics", self._run).start()
 
     def close(self) -> None:
         """Remove the Unix socket, after ``stop`` was set.  Returns immediately."""
@@ -368,7 +369,7 @@ class Textfile:
         self._key = key
         self._stop = stop
         self._interval_s = interval_s
-        self._thread = threading.Thread(target=self._run, name="textfile", daemon=True)
+        self._thread = lasting_thread("textfile", self._run)
 
     def start(self) -> None:
         """Start the thread.  Returns immediately."""

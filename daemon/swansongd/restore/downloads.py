@@ -127,7 +127,6 @@ class Downloads:
             if self._running is not None or (self._last is not None and self._last.is_asked):
                 return
             name = None if self._last is None else self._last.name
-            self._last = None
             # A new download must wait: it would reuse the chunks that are deleted here.
             self._running = Download(wish=Wish(ref=None), is_asked=True, is_cancelled=True)
         try:
@@ -135,6 +134,7 @@ class Downloads:
                 # Whole directories of an earlier life of the daemon stay: a trainer may still read one.
                 unfinished = [each for each in os.listdir(parent_fd) if each.startswith(".")]
                 _remove(unfinished if name is None else [*unfinished, name], parent_fd)
+            self._last = None
         finally:
             self._end(None)
 

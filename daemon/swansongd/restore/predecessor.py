@@ -13,7 +13,6 @@ clock or a forged farewell costs time, and never a checkpoint.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Collection
 from heapq import nlargest
@@ -27,6 +26,7 @@ from swansong_bucket.format.farewell import RecordedEvacuation
 from swansong_bucket.model import DRILL, PEER_SOURCE, is_drill
 from swansong_bucket.runs import catalog, commit
 from swansong_bucket.runs.history import newness
+from swansong_bucket.util.threads import lasting_thread
 
 from swansongd.core.events import PredecessorDenied, PredecessorFound
 from swansongd.core.starts import PREDECESSOR_SILENCE_S
@@ -80,7 +80,7 @@ class PredecessorWatch:
 
     def start(self) -> None:
         """Start the thread.  Returns immediately."""
-        threading.Thread(target=self._run, name="predecessor", daemon=True).start()
+        lasting_thread("predecessor", self._run).start()
 
     def _run(self) -> None:
         stop = self._context.stop

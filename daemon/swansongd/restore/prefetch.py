@@ -21,6 +21,7 @@ from swansong_bucket.errors import Stopped, StoreError, SwansongError
 from swansong_bucket.model import CommitRef
 from swansong_bucket.runs import commit
 from swansong_bucket.transfer.target import NoRoom
+from swansong_bucket.util.threads import lasting_thread
 
 from swansongd.core import resume
 from swansongd.observe.status import PrefetchState, PrefetchStatus
@@ -28,6 +29,7 @@ from swansongd.restore.context import RestoreContext
 from swansongd.restore.downloads import Downloads
 from swansongd.restore.wish import Download, Wish
 from swansongd.staging.prepare import explained
+from swansongd.util.unix import SHORT_OF_RESOURCES
 
 _LOOK_INTERVAL_S = 0.2
 _RETRY_S_FIRST = 0.5
@@ -66,7 +68,7 @@ class Prefetch:
     def start(self) -> None:
         """Start the thread.  Returns immediately."""
         if self._shown[0] is not PrefetchState.OFF:
-            threading.Thread(target=self._run, name="prefetch", daemon=True).start()
+            lasting_thread("prefetch", self._run).start()
 
     def answered(self) -> None:
         """A trainer got its answer: the prefetch ends."""
@@ -106,9 +108,11 @@ class Prefetch:
                 self._show(PrefetchState.WAITING, error.line())
                 wait_s, retry_s = retry_s, min(2 * retry_s, _RETRY_S_MAX)
             except SwansongError as error:
-                # A trainer that asks gets the same error, or finds more room.
                 self._show(PrefetchState.FAILED, error.line())
-                return
+                cause = error.__cause__
+                if not isinstance(cause, OSError) or cause.errno not in SHORT_OF_RESOURCES:
+                    return  # a trainer that asks gets the same error, or finds more room
+                wait_s, retry_s = retry_s, min(2 * retry_s, _RETRY_S_MAX)
             except Exception as error:
                 _log.exception("prefetch_fault")
                 self._show(PrefetchState.FAILED, f"{type(error).__name__}: {error}")

@@ -37,6 +37,7 @@ from swansong_bucket.runs import catalog, commit
 from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.stores.wrappers.retry import Retrying
 from swansong_bucket.transfer.restore import health_of, healthy, whole
+from swansong_bucket.util.threads import lasting_thread
 
 from swansongd.core import resume
 from swansongd.core.events import Event, RestoreAsked, RolledBack
@@ -126,7 +127,7 @@ class Resume:
         self._changed = threading.Condition()
         self._waiting: deque[_Ticket] = deque()
         self._current: _Ticket | None = None
-        threading.Thread(target=self._serve, name="resume", daemon=True).start()
+        lasting_thread("resume", self._serve).start()
 
     def ask(self, query: RestoreQuery, reply: Reply, post: Callable[[Event], None]) -> None:
         """Queue a query.  The replies are Restoring during a download, then one Restored.

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 import structlog
 from swansong import protocol
 from swansong_bucket.model import DRILL, NoticeKind, Verdict
+from swansong_bucket.util.threads import lasting_thread
 
 import swansongd
 from swansongd.config.config import Config, MetricsConfig
@@ -301,9 +302,7 @@ class Service:
             # It may have been withdrawn meanwhile.
             if isinstance(source, PolledSource | logind.LogindSource):
                 source.has_earlier = any(notice.source == source.name for notice in earlier)
-            threading.Thread(
-                target=source.run, args=(self._post, self._stop), name=source.name, daemon=True
-            ).start()
+            lasting_thread(source.name, partial(source.run, self._post, self._stop)).start()
         _log.info(
             "started",
             version=swansongd.__version__,

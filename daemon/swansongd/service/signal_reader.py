@@ -11,6 +11,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterable
 
+from swansong_bucket.util.threads import lasting_thread
+
 _READ_BYTES = 4096
 
 
@@ -26,13 +28,16 @@ def handle(numbers: Iterable[int], handler: Callable[[int], object]) -> None:
     os.set_blocking(write_fd, False)
     signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
     handled = frozenset(numbers)
+    arrived: list[int] = []
     for number in handled:
         signal.signal(number, lambda _number, _frame: None)  # otherwise nothing is written
 
     def read() -> None:
         while True:
+            while arrived:
+                threading.Thread(target=handler, args=(arrived[0],), daemon=True).start()
+                del arrived[0]  # now: a VM that allows no more threads must lose no signal
             # A library may have a handler for another number.
-            for number in handled.intersection(os.read(read_fd, _READ_BYTES)):
-                threading.Thread(target=handler, args=(number,), daemon=True).start()
+            arrived.extend(handled.intersection(os.read(read_fd, _READ_BYTES)))
 
-    threading.Thread(target=read, name="signals", daemon=True).start()
+    lasting_thread("signals", read).start()

@@ -13,6 +13,7 @@ from typing import Any
 
 import structlog
 from swansong.bounds import BoundsError, json_object, text
+from swansong_bucket.util.threads import lasting_thread
 
 from swansongd.sources.aws import Imds
 from swansongd.sources.base import Clock
@@ -85,7 +86,7 @@ class LifecycleHook:
 
     def start(self) -> None:
         """Start the daemon thread."""
-        threading.Thread(target=self._work, name="asg-hook", daemon=True).start()
+        lasting_thread("asg-hook", self._work).start()
 
     def heartbeat(self) -> None:
         """Extend the timeout of the hook while the evacuation continues.  Cheap: call it at any interval."""

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from swansong_bucket.util.threads import lasting_thread
+
 from swansongd.core.events import Event, Scanned
 from swansongd.staging.seal import Scanner
 
@@ -48,7 +50,7 @@ class StagingObserver:
         self._stop = threading.Event()
         self._last: Scanned | None = None
         self._trouble = ""
-        self._thread = threading.Thread(target=self._run, name="staging-observer", daemon=True)
+        self._thread = lasting_thread("staging-observer", self._run)
 
     def start(self) -> None:
         """Start the thread, which begins with a scan."""
@@ -68,16 +70,18 @@ class StagingObserver:
     def _run(self) -> None:
         self._scan()  # before the watch: a trainer may wait for the result
         observer = self._watch()
-        while not self._stop.is_set():
-            self._wake.clear()
-            began_mono_s = time.monotonic()
-            self._scan()
-            # Even with permanent changes, scans take at most half of the time.
-            self._stop.wait(max(_GAP_MIN_S, time.monotonic() - began_mono_s))
-            self._wake.wait(self._pause_s())
-        if observer is not None:
-            observer.stop()
-            observer.join(CLOSE_TIMEOUT_S)
+        try:
+            while not self._stop.is_set():
+                self._wake.clear()
+                began_mono_s = time.monotonic()
+                self._scan()
+                # Even with permanent changes, scans take at most half of the time.
+                self._stop.wait(max(_GAP_MIN_S, time.monotonic() - began_mono_s))
+                self._wake.wait(self._pause_s())
+        finally:
+            if observer is not None:
+                observer.stop()
+                observer.join(CLOSE_TIMEOUT_S)
 
     def _pause_s(self) -> float:
         if not self._scanner.is_settling:

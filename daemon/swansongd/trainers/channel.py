@@ -16,7 +16,6 @@ When a process joins with another connection, its earlier, closed connection has
 
 from __future__ import annotations
 
-import errno
 import functools
 import itertools
 import os
@@ -35,6 +34,7 @@ from swansong import protocol
 from swansong.fields import ProtocolError
 from swansong.protocol import Message
 from swansong_bucket.errors import ConfigError
+from swansong_bucket.util.threads import lasting_thread
 
 from swansongd.core.events import TrainerJoined, TrainerLeft
 from swansongd.observe.facts import Observed, TrainerRefused
@@ -56,6 +56,7 @@ from swansongd.trainers.connection import (
     listen,
 )
 from swansongd.util.rates import LogLimit
+from swansongd.util.unix import SHORT_OF_RESOURCES
 
 ACCEPT_PAUSE_S = 1.0
 CLOSE_TIMEOUT_S = 1.0
@@ -63,7 +64,6 @@ _MESSAGES_PER_TURN = 16
 _SWEEP_S = 1.0
 _LOG_INTERVAL_S = 60.0
 _BETWEEN_VMS = (protocol.Agreed, protocol.PeerRequest, protocol.Finish)
-_SHORT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class TrainerChannel:
@@ -128,7 +128,7 @@ class TrainerChannel:
         self._wakefd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_closing = False
         self._last_message: bytes | None = None
-        self._thread = threading.Thread(target=self._serve, name="trainer-channel", daemon=True)
+        self._thread = lasting_thread("trainer-channel", self._serve)
 
     # ------------------------------------------------------------------ from any thread
 
@@ -232,8 +232,8 @@ class TrainerChannel:
             left_s = self._accept_again_mono_s - time.monotonic()
             if left_s > 0:
                 return left_s if pause_s is None else min(left_s, pause_s)
-            self._accept_again_mono_s = None
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            self._accept_again_mono_s = None
         return pause_s
 
     def _drop_silent(self) -> None:
@@ -264,7 +264,7 @@ class TrainerChannel:
         try:
             connected, _address = self._listener.accept()
         except OSError as error:
-            if error.errno in _SHORT_OF_RESOURCES:
+            if error.errno in SHORT_OF_RESOURCES:
                 # The connection stays pending, so without a pause this thread would spin.
                 self._selector.unregister(self._listener)
                 self._accept_again_mono_s = time.monotonic() + ACCEPT_PAUSE_S
@@ -291,8 +291,15 @@ class TrainerChannel:
         if evicted is not None:
             self._refuse(evicted, "closed to make room for another peer: send hello immediately")
         connection = PeerConnection(next(self._numbers), connected, peer, time.monotonic())
+        try:
+            self._selector.register(
+                connected, selectors.EVENT_READ, partial(self._ready, connection)
+            )
+        except OSError as error:
+            os.close(peer.pidfd)
+            self._turn_away(connected, f"the connection cannot be watched: {error}", uid=peer.uid)
+            return
         self._connections[connection.number] = connection
-        self._selector.register(connected, selectors.EVENT_READ, partial(self._ready, connection))
 
     def _ready(self, connection: PeerConnection, mask: int) -> None:
         if mask & selectors.EVENT_WRITE and connection.socket is not None:
@@ -491,10 +498,10 @@ class TrainerChannel:
             self._post(TrainerJoined(view))
 
     def _watch_process(self, connection: PeerConnection) -> None:
-        connection.has_joined = True
         self._selector.register(
             connection.peer.pidfd, selectors.EVENT_READ, partial(self._exited, connection)
         )
+        connection.has_joined = True
 
     def _conflict(self, connection: PeerConnection, hello: protocol.Hello) -> str:
         """Why another running process on this VM excludes this rank, and the fix; empty if none does."""

@@ -30,6 +30,7 @@ from pathlib import Path, PurePath
 
 from swansong.fields import PROCESS_PREFIX
 from swansong_bucket.config.values import signal_number
+from swansong_bucket.util.threads import lasting_thread
 
 from swansongd.config.config import TrainerConfig
 from swansongd.core.events import (
@@ -116,7 +117,7 @@ class SignalSender:
         self._poller = select.poll()
         self._poller.register(self._wakefd, select.POLLIN)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="signals", daemon=True)
+        self._thread = lasting_thread("signals", self._run)
 
     def start(self) -> None:
         """Look the process up in the pid file, then start the thread."""

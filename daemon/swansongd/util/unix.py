@@ -13,6 +13,8 @@ from pathlib import Path
 
 from swansong_bucket.errors import SwansongError
 
+SHORT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""Errors that may pass when this process, or another one, has freed descriptors or memory."""
 SOCKET_MODE = 0o660
 _UCRED = struct.Struct("iII")
 CREDENTIALS_BYTES = _UCRED.size

@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
 import threading
 from pathlib import Path
 
 import pytest
 from swansong_bucket.errors import ConfigError
 from swansongd.core.events import FlushProgress, LinkShared
+from swansongd.flush import shared_link
 from swansongd.flush.shared_link import YIELD_S_MAX, SharedLink, lock_run
 
 from testkit.staged import Clock
 from testkit.story import MIB, Story
+from testkit.waiting import until
 
 LARGE = 1000 * MIB
 
@@ -91,6 +95,28 @@ def test_a_lock_is_respected_for_a_limited_time(tmp_path: Path) -> None:
     with (tmp_path / "link.lock").open() as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         assert daemon.yields(), "another lock is another evacuation"
+
+
+@pytest.mark.fault("H07")
+def test_a_lock_that_fails_once_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel had no memory for a lock."""
+    monkeypatch.setattr(shared_link, "_RETRY_S", 0.01)
+    daemon, real, failed = Daemon(tmp_path), fcntl.flock, threading.Event()
+
+    def flock(fd: int, operation: int) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        real(fd, operation)
+
+    with (tmp_path / "link.lock").open() as other:
+        real(other, fcntl.LOCK_EX)
+        monkeypatch.setattr(fcntl, "flock", flock)
+        daemon.link.start()
+        until(lambda: daemon.story.state.must_yield, what="the lock of the other daemon")
+    assert failed.is_set()
 
 
 def test_a_pause_is_not_taken_for_the_bandwidth(tmp_path: Path) -> None:

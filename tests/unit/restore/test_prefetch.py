@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
-from swansong_bucket.errors import Transient
+from swansong_bucket.errors import StagingError, Transient
 from swansong_bucket.format.manifest import Manifest
 from swansong_bucket.model import CommitRef
 from swansong_bucket.stores.base import ObjectInfo, Sink
+from swansong_bucket.util import threads
 from swansongd.core.events import FenceFound, RunRead
 from swansongd.core.state import Predecessor
 from swansongd.restore import downloads
@@ -521,3 +522,47 @@ def test_a_prefetch_can_be_switched_off(vm: Vm) -> None:
     prefetch.start()
     assert prefetch.status().state == "off"
     assert vm.ask().answer().step == 100
+
+
+@pytest.mark.fault("H07")
+def test_a_prefetch_without_descriptors_is_tried_again(
+    vm: Vm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are free again a moment later."""
+    vm.commit(100)
+    real, failed = downloads.interrupted, threading.Event()
+
+    def interrupted(*arguments: Any) -> Any:
+        if failed.is_set():
+            return real(*arguments)
+        failed.set()
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(downloads, "interrupted", interrupted)
+    vm.prefetch.start()
+    vm.shows("ready")
+    assert failed.is_set()
+
+
+@pytest.mark.fault("H07")
+def test_a_prefetch_that_no_trainer_gets_is_deleted_after_a_disk_error(
+    vm: Vm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon had no descriptor left for a moment: the prefetch would keep its room for good."""
+    monkeypatch.setattr(threads, "_FAULT_PAUSE_S", 0.01)
+    vm.commit(100)
+    vm.prefetch.start()
+    vm.shows("ready")
+    failed = threading.Event()
+    real = downloads._opened_restored
+
+    def opened(*arguments: Any) -> int:
+        if failed.is_set():
+            return real(*arguments)
+        failed.set()
+        raise StagingError("cannot be used: Too many open files")
+
+    monkeypatch.setattr(downloads, "_opened_restored", opened)
+    vm.prefetch.answered()  # to a trainer that got another directory
+    until(lambda: not vm.directories, what="the removal")
+    assert failed.is_set()

@@ -44,6 +44,31 @@ def test_no_thread_sleeps_without_a_way_to_wake_it() -> None:
             raise AssertionError(f"{path.name}:{call.lineno} sleeps")
 
 
+BRIEF = {
+    "config.py": "a look-up of the configuration",
+    "log.py": "it cannot log its faults",
+    "unconnected.py": "a search of a command",
+    "delivery.py": "one attempt to send a notification",
+    "signal_reader.py": "the handler of one signal",
+    "metadata.py": "it waits for the stop",
+    "gcp.py": "one look at a notice",
+    "committer.py": "one farewell",
+}
+"""Modules of the daemon with threads that do one thing, and the reason."""
+
+
+@pytest.mark.fault("H07")
+def test_no_error_ends_a_thread_that_lasts_as_long_as_the_daemon() -> None:
+    """All others are made by :func:`swansong_bucket.util.threads.lasting_thread`."""
+    started = {
+        path.name
+        for path in SOURCES
+        if "swansongd" in path.parts
+        and any(calls(ast.parse(path.read_text()), "threading.Thread", "Thread"))
+    }
+    assert started == set(BRIEF)
+
+
 EVENT_DRIVEN = (
     "service.py",
     "decisions.py",
@@ -63,6 +88,8 @@ def test_no_event_and_no_message_starts_a_thread() -> None:
         checked.add(path.name)
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, ast.FunctionDef) and function.name not in ("__init__", "run"):
-                for call in calls(function, "threading.Thread", "Thread", "Timer"):
+                for call in calls(
+                    function, "threading.Thread", "lasting_thread", "Thread", "Timer"
+                ):
                     raise AssertionError(f"{path.name}:{call.lineno} starts a thread")
     assert checked == set(EVENT_DRIVEN)

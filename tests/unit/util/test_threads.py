@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from structlog.testing import CapturingLogger
 from swansong_bucket.errors import Stopped
 from swansong_bucket.util import threads as module
-from swansong_bucket.util.threads import Worker, parallel
+from swansong_bucket.util.threads import Worker, lasting_thread, parallel
 
 from testkit.waiting import until
 
@@ -82,6 +83,28 @@ def test_a_stop_raises_stopped_unless_all_tasks_are_done() -> None:
     stop.clear()
     parallel([7], work, threads=1, stop=stop)
     assert done == [0, 7]
+
+
+@pytest.mark.fault("H07")
+def test_a_lasting_thread_outlasts_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each error is logged.  The thread ends when its function returns."""
+    log = CapturingLogger()
+    monkeypatch.setattr(module, "_log", log)
+    monkeypatch.setattr(module, "_FAULT_PAUSE_S", 0.01)
+    monkeypatch.setattr(module, "_FAULT_PAUSE_S_MAX", 0.02)
+    outcomes = [OSError(errno.EMFILE, "no descriptor"), ValueError("broken"), None]
+
+    def run() -> None:
+        error = outcomes.pop(0)
+        if error is not None:
+            raise error
+
+    thread = lasting_thread("test", run)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert not outcomes
+    assert [call.kwargs for call in log.calls] == [{"worker": "test"}] * 2
 
 
 @pytest.mark.fault("H07")

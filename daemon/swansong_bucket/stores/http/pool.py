@@ -24,6 +24,7 @@ from typing import ParamSpec, TypeVar
 from swansong_bucket.errors import Transient
 from swansong_bucket.stores.base import WINDOW_BYTES
 from swansong_bucket.stores.http.tls import Tls
+from swansong_bucket.util.threads import lasting_thread
 
 IDLE_S_MAX = 20.0
 """S3 and other stores close connections that are idle for longer."""
@@ -287,10 +288,11 @@ class Pool:
 
     def _register(self, connection: HttpConnection, *, is_first_attempt: bool) -> None:
         connection.begin(is_first_attempt=is_first_attempt)
-        self._in_use[connection] = None
         if self._watchdog is None:
-            self._watchdog = threading.Thread(target=self._watch, name="wire-watchdog", daemon=True)
-            self._watchdog.start()
+            watchdog = lasting_thread("wire-watchdog", self._watch)
+            watchdog.start()
+            self._watchdog = watchdog
+        self._in_use[connection] = None
 
     def _free_one(self) -> None:
         self._taken -= 1
