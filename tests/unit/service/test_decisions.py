@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from swansongd.core.events import (
     Conclude,
     Event,
     Exit,
+    FenceFound,
     Mark,
     NoticeRaised,
     Prune,
@@ -35,6 +37,7 @@ from swansongd.core.events import (
     TrainerProgress,
 )
 from swansongd.core.state import Settings, State
+from swansongd.core.transition import EXIT_FENCED
 from swansongd.observe import decision_log
 from swansongd.observe.accounting import MeasuredResume
 from swansongd.service import decisions
@@ -298,6 +301,38 @@ def test_a_farewell_has_the_step_of_the_event_that_caused_it(
     service._decisions.state = with_generation(service._state)
     service._step(TrainerProgress(1, 47), 1.0)
     assert steps == [47]
+
+
+def test_a_notice_wakes_the_thread_of_the_mirror(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for each evacuation: the mirror gets the farewell although no commit follows."""
+    woken: list[int] = []
+    mirroring = SimpleNamespace(expedite=lambda: woken.append(1))
+    monkeypatch.setattr(service._storage, "mirroring", mirroring)
+    for _ in range(2):
+        service._post(NoticeRaised(a_notice(deadline_mono_s=1e9)))
+        service._turn()
+    assert woken == [1]
+
+
+@pytest.mark.fault("G04")
+def test_a_daemon_that_is_fenced_during_an_evacuation_waits_for_its_farewell(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written after the end of the daemon."""
+    done: list[str] = []
+    committer, ledger = service._committer, service._storage.ledger
+    monkeypatch.setattr(committer, "farewell", lambda *_, **__: done.append("farewell"))
+    monkeypatch.setattr(committer, "drain", lambda _: done.append("drained"))
+    monkeypatch.setattr(ledger, "finish", lambda _: done.append("resumes recorded"))
+    service._decisions.state = with_generation(service._state)
+    for event in (NoticeRaised(a_notice(deadline_mono_s=1e9)), FenceFound(3)):
+        service._post(event)
+        service._turn()
+    assert service._exit is not None
+    assert service._leave(service._exit) == EXIT_FENCED
+    assert done[-3:] == ["farewell", "drained", "resumes recorded"]
 
 
 def test_a_resume_is_recorded_in_the_store_and_notified(
