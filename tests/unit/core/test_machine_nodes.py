@@ -155,6 +155,22 @@ def test_a_start_that_waits_for_its_claim_is_not_overtaken(generation: int) -> N
     assert not node.all(Fenced), "its ranks would make no periodic checkpoints"
 
 
+@pytest.mark.fault("G04")
+def test_the_verdict_of_a_fenced_vm_improves_after_the_claim_of_its_next_start() -> None:
+    """It comes at once, because nothing may be committed before; then the ranks are asked."""
+    node = Node(recorded=(Start(id="first", generation=3, nodes=2),))
+    node.grants = False
+    node.begin("second")
+    node.tell(FenceFound(4))
+    node.notice(in_s=60)
+    assert node.final == ["LOST None"]
+    assert not node.all(Request)
+    node.tell(GenerationClaimed("second", 5, newest=None))
+    node.agree(9)
+    node.complete()
+    assert node.final == ["LOST None", "SAFE generation 5 step 9"]
+
+
 @pytest.mark.fault("G17")
 def test_ranks_of_an_overtaken_start_that_reconnect_to_a_restarted_daemon_are_never_safe() -> None:
     """The last set became whole after the start elsewhere had chosen where to resume."""
