@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import grp
 import os
 import pwd
 import shlex
@@ -24,7 +23,7 @@ from swansong_tools.commands import main
 from swansong_tools.commands.common import Parser, add_flag, argument, note, run_argument
 from swansong_tools.commands.configuring import configured, is_example
 from swansong_tools.doctor import fixes
-from swansong_tools.doctor.installation import BOOTED, TRAINER_GROUP
+from swansong_tools.doctor.installation import BOOTED, TRAINER_GROUP, group_id
 
 NOTES = """\
 On a terminal it asks for each value without an option, and for consent to the changes that it shows.
@@ -153,9 +152,8 @@ def _asked(question: str) -> str:
 
 def _joining(user: str) -> list[str]:
     """The command that lets the user into the group of the socket; empty if the user needs none."""
-    try:
-        group = grp.getgrnam(TRAINER_GROUP).gr_gid
-    except KeyError:
+    group = group_id(TRAINER_GROUP)
+    if group is None:
         return []  # nothing is installed: doctor reports that
     entry = pwd.getpwnam(user)
     if entry.pw_uid == 0 or group in os.getgrouplist(entry.pw_name, entry.pw_gid):

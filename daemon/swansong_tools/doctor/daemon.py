@@ -27,7 +27,7 @@ from swansong_tools.doctor.installation import (
     Account,
     Installation,
     account,
-    has_group,
+    group_id,
     with_trainers,
 )
 from swansong_tools.doctor.sandbox import of_unit, properties
@@ -72,7 +72,7 @@ def trainer_users(vm: Installation) -> Judgement:
     # A uid needs no account.
     missing = [user for user in users if isinstance(user, str) and account(user) is None]
     if missing:
-        groups = f"--groups {TRAINER_GROUP} " if has_group(TRAINER_GROUP) else ""
+        groups = "" if group_id(TRAINER_GROUP) is None else f"--groups {TRAINER_GROUP} "
         make = [fixes.as_root(f"useradd {groups}{fixes.quoted(user)}") for user in missing]
         found = f"trainer.users: no such user: {', '.join(missing)}"
         return failure(found, fixes.then(*make, fixes.restart()))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,13 +19,12 @@ from swansongd.trainers import peers
 
 from swansong_tools.doctor import fixes
 from swansong_tools.doctor.findings import Checklist, Judgement, ok, skipped, warning
-from swansong_tools.doctor.installation import Installation
+from swansong_tools.doctor.installation import Installation, tool
 from swansong_tools.doctor.staging import mount_of
 
 RAY_NODE = Path("/etc/swansong/ray-node")
 _LAYERS = ("overlay", "fuse.fuse-overlayfs")
 _HIDDEN = ("/home/", "/root/", "/tmp/")  # noqa: S108 - the sandbox of the unit hides them
-_TIMEOUT_S = 10.0
 _PROGRAM_BYTES_MAX = 2**16
 
 
@@ -44,18 +42,6 @@ def _slurm_job(vm: Installation) -> str:
     return job if job.isdecimal() and shutil.which("scontrol") else ""
 
 
-def _scontrol(*arguments: str) -> str:
-    done = subprocess.run(  # noqa: S603 - a job id of digits
-        ["scontrol", *arguments],  # noqa: S607 - Slurm is installed in different places
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
-    return done.stdout
-
-
 CHECKS = Checklist(family="engine")
 
 
@@ -63,7 +49,7 @@ CHECKS = Checklist(family="engine")
 def slurm_requeue(vm: Installation) -> Judgement:
     """Slurm may requeue the job of the daemon, by its script and after the death of a node."""
     job = _slurm_job(vm)
-    found = re.search(r"\bRequeue=(\d)", _scontrol("show", "job", job))
+    found = re.search(r"\bRequeue=(\d)", tool("scontrol", "show", "job", job).stdout)
     if found is None:
         return skipped(f"scontrol show job {job} does not show whether Slurm may requeue it")
     if found[1] == "0":
@@ -90,7 +76,9 @@ def slurm_step(vm: Installation) -> Judgement:
 def slurm_kill_wait(vm: Installation) -> Judgement:
     """After SIGTERM Slurm waits as long as ``deadline.sigterm_grace_s``."""
     grace_s = vm.config.deadline.sigterm_grace_s
-    found = re.search(r"^KillWait\s*=\s*(\d+) sec", _scontrol("show", "config"), re.MULTILINE)
+    found = re.search(
+        r"^KillWait\s*=\s*(\d+) sec", tool("scontrol", "show", "config").stdout, re.MULTILINE
+    )
     if found is None:
         return skipped("scontrol show config does not show KillWait")
     if int(found[1]) < grace_s:

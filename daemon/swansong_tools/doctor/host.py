@@ -9,7 +9,6 @@ import pwd
 import re
 import shutil
 import stat
-import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,8 +25,9 @@ from swansong_tools.doctor.installation import (
     Installation,
     account,
     exists,
-    has_group,
+    group_id,
     longest_grace_s,
+    tool,
     with_trainers,
 )
 from swansong_tools.doctor.sandbox import of_unit, systemctl
@@ -37,7 +37,6 @@ SHUTDOWN_S = {"gcp": 30.0}
 SYSUSERS = Path("/usr/lib/sysusers.d/swansong.conf")
 TMPFILES = Path("/usr/lib/tmpfiles.d/swansong.conf")
 
-_TIMEOUT_S = 10.0
 _PROVISION = fixes.PROVISION
 _DROP_IN = Path("/usr/lib/systemd/logind.conf.d/zz-swansong.conf")
 _OVERRIDE = Path("/etc/systemd/logind.conf.d", _DROP_IN.name)
@@ -273,7 +272,7 @@ def polkit(_: Installation) -> Judgement:
 def users(_: Installation) -> Judgement:
     """The user of the daemon, and the group of the trainers."""
     missing = [] if account(DAEMON_USER) else [f"user {DAEMON_USER}"]
-    missing += [] if has_group(TRAINER_GROUP) else [f"group {TRAINER_GROUP}"]
+    missing += [f"group {TRAINER_GROUP}"] if group_id(TRAINER_GROUP) is None else []
     if missing:
         make = fixes.harmless("systemd-sysusers swansong.conf")
         fix = fixes.then(make, _tmpfiles(), fixes.restart()) if SYSUSERS.exists() else _PROVISION
@@ -316,21 +315,10 @@ def unit_syntax(_: Installation) -> Judgement:
     # swansong-ready@ is another unit.
     paths = [str(path).replace("@.", "@swansongd.") for path in units]
     # The tool also reports units of other packages, and exits with 0 after most errors.
-    lines = _analyzed("verify", "--man=no", *paths).stderr.splitlines()
+    lines = tool("systemd-analyze", "verify", "--man=no", *paths).stderr.splitlines()
     if ours := [line for line in lines if "swansong" in line]:
         return failure(f"systemd rejects settings: {'; '.join(ours)}", _PROVISION)
     return ok(f"systemd accepts all {len(units)} units")
-
-
-def _analyzed(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The output of ``systemd-analyze``."""
-    return subprocess.run(  # noqa: S603 - our own unit files
-        ["systemd-analyze", *arguments],  # noqa: S607
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
 
 
 @INSTALLED.add("logind drop-in")
@@ -339,7 +327,7 @@ def logind_drop_in(_: Installation) -> Judgement:
     if not _DROP_IN.exists() and not _OVERRIDE.exists():
         return warning(f"{_DROP_IN} is missing: logind delays shutdowns for 5 s only", _set_delay())
     # All files in order, each below its name.
-    configuration = _analyzed("cat-config", "systemd/logind.conf").stdout
+    configuration = tool("systemd-analyze", "cat-config", "systemd/logind.conf").stdout
     file = winner = ""
     for line in configuration.splitlines():
         if re.fullmatch(r"# /\S+", line):

@@ -27,6 +27,7 @@ BOOTED = Path("/run/systemd/system")
 """Exists while systemd runs."""
 
 _TIMEOUT_S = 5.0
+_TOOL_S = 15.0
 
 Shared = TypeVar("Shared")
 
@@ -87,19 +88,23 @@ def own_account() -> Account:
 
 def with_trainers(user: Account) -> Account:
     """The user with the group of the trainers, as the unit starts the daemon."""
-    try:
-        group = grp.getgrnam(TRAINER_GROUP).gr_gid
-    except KeyError:
-        return user
-    return Account(user.name, user.uid, group, user.groups)
+    group = group_id(TRAINER_GROUP)
+    return user if group is None else Account(user.name, user.uid, group, user.groups)
 
 
-def has_group(name: str) -> bool:
+def group_id(name: str) -> int | None:
+    """The id of a group; None if there is no such group."""
     try:
-        grp.getgrnam(name)
+        return grp.getgrnam(name).gr_gid
     except KeyError:
-        return False
-    return True
+        return None
+
+
+def tool(*command: str) -> subprocess.CompletedProcess[str]:
+    """The output of a program of this machine, whatever its exit status."""
+    return subprocess.run(  # noqa: S603 - names and options of our own
+        command, capture_output=True, text=True, errors="replace", timeout=_TOOL_S, check=False
+    )
 
 
 def exists(path: Path) -> bool:

@@ -32,12 +32,12 @@ from swansong_tools.doctor.installation import (
     Account,
     Installation,
     account,
+    tool,
 )
 
 LIMIT_S = 400.0
 """Time limit of all checks together; each check also has its own limit."""
 _POLL_S = 0.05
-_SYSTEMCTL_S = 15.0
 _PROPERTIES = (
     "LoadState", "ActiveState", "Result", "ExecMainCode", "ExecMainStatus", "NRestarts", "MemoryMax",
     "NeedDaemonReload", "Type", "TimeoutStopUSec", "WatchdogUSec", "ReadWritePaths", "ProtectSystem",
@@ -75,15 +75,7 @@ StandardError=file:{directory}/stderr
 
 def systemctl(*arguments: str) -> str:
     """The standard output of ``systemctl``."""
-    done = subprocess.run(  # noqa: S603 - fixed arguments
-        ["systemctl", *arguments],  # noqa: S607 - the path differs between distributions
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=_SYSTEMCTL_S,
-        check=False,
-    )
-    return done.stdout.strip()
+    return tool("systemctl", *arguments).stdout.strip()
 
 
 def properties(unit: str, names: Sequence[str]) -> dict[str, str]:

@@ -136,7 +136,7 @@ def test_the_last_drop_in_sets_the_delay(
     ours.touch()
     monkeypatch.setattr(host, "_OVERRIDE", ours)
     shown = text.format(ours=ours, other=root / "zzz.conf")
-    monkeypatch.setattr(host, "_analyzed", lambda *_: CompletedProcess([], 0, shown, ""))
+    monkeypatch.setattr(host, "tool", lambda *_: CompletedProcess([], 0, shown, ""))
     assert host.logind_drop_in(installation()).level is level
 
 
@@ -152,5 +152,5 @@ def test_the_last_drop_in_sets_the_delay(
 def test_only_our_units_count(monkeypatch: pytest.MonkeyPatch, stderr: str, level: Level) -> None:
     """Errors in units of other packages are ignored."""
     monkeypatch.setattr(shutil, "which", lambda name: name)
-    monkeypatch.setattr(host, "_analyzed", lambda *_: CompletedProcess([], 0, "", stderr))
+    monkeypatch.setattr(host, "tool", lambda *_: CompletedProcess([], 0, "", stderr))
     assert host.unit_syntax(installation()).level is level
