@@ -18,7 +18,7 @@ from swansong_bucket.format.keys import UNSIGNED, RunKeys
 from swansong_bucket.model import CommitRef
 from swansong_bucket.runs.catalog import foreign_objects, is_folder
 from swansong_bucket.stores.base import ObjectStore
-from swansong_bucket.util.forms import FLAG, Form, text, whole
+from swansong_bucket.util.forms import FLAG, Form, Kind, Named, text, whole
 
 FORMAT = "swansong-pin"
 BYTES_MAX = 64 * 2**10
@@ -60,34 +60,28 @@ class StoredPin:
         return self.age_s is None or age_s is None or age_s >= self.age_s
 
 
-def _pin(*, generation: int, step: int, final: bool, **texts: str) -> Pin:
-    return Pin(ref=CommitRef(generation, step, final), **texts)
+def _pin(*, generation: int, step: int, is_final: bool, **texts: str) -> Pin:
+    return Pin(ref=CommitRef(generation, step, is_final), **texts)
 
 
-_PIN = Form(
-    _pin,
-    run=text(bounds.ID_CHARS_MAX),
-    name=text(bounds.ID_CHARS_MAX),
-    generation=whole(0, bounds.GENERATION_MAX),
-    step=whole(0, bounds.STEP_MAX),
-    final=FLAG,
-    note=text(NOTE_CHARS_MAX),
-    created=text(bounds.ID_CHARS_MAX),
-)
+_TEXTS = {
+    "run": text(bounds.ID_CHARS_MAX),
+    "name": text(bounds.ID_CHARS_MAX),
+    "note": text(NOTE_CHARS_MAX),
+    "created": text(bounds.ID_CHARS_MAX),
+}
+_REF: dict[str, Kind | Named] = {
+    "generation": whole(0, bounds.GENERATION_MAX),
+    "step": whole(0, bounds.STEP_MAX),
+    "final": Named("is_final", FLAG),
+}
 
 
 def encode(pin: Pin) -> bytes:
     """The pin as the bytes of its object."""
-    body = {
-        "run": pin.run,
-        "name": pin.name,
-        "generation": pin.ref.generation,
-        "step": pin.ref.step,
-        "final": pin.ref.is_final,
-        "note": pin.note,
-        "created": pin.created,
-    }
-    return record.encode(FORMAT, body)
+    return record.encode(
+        FORMAT, Form(Pin, **_TEXTS).write(pin) | Form(CommitRef, **_REF).write(pin.ref)
+    )
 
 
 def decode(data: bytes) -> Pin:
@@ -96,7 +90,7 @@ def decode(data: bytes) -> Pin:
     Raises:
         CorruptError: a field is missing or out of bounds.
     """
-    return record.read(data, FORMAT, BYTES_MAX, _PIN)
+    return record.read(data, FORMAT, BYTES_MAX, Form(_pin, **_TEXTS, **_REF))
 
 
 def create(store: ObjectStore, keys: RunKeys, pin: Pin) -> None:
