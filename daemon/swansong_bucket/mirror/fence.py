@@ -92,8 +92,7 @@ def promote(mirror: ObjectStore, keys: RunKeys, *, host: str, force: bool = Fals
     newest = newest_whole_commit(mirror, keys)
     if newest is None:
         raise NothingToRestore(f"the mirror {mirror.url} has no whole commit of run {keys.run}")
-    numbers = catalog.claimed(mirror, keys)
-    recent = catalog.newest_claims(mirror, keys, numbers, _LOOK_BACK)
+    recent = catalog.newest_claims(mirror, keys, _LOOK_BACK)
     for number, claim in () if force else recent:
         promoted = None if claim is None else claim.identity.get(_PROMOTED)
         if promoted == mirror.url:

@@ -121,9 +121,6 @@ class Survey:
     """Objects that no manifest names, older than any flush can last."""
     young_bytes: int = 0
     """Size of the younger objects that no manifest names: a flush may be about to commit them."""
-    foreign: int = 0
-    """Objects below ``data/`` with a key that no writer formats, or from before the signing key.
-    Nothing deletes them."""
 
     def commit_facts(self) -> list[CommitFacts]:
         """The commits, as the rules see them."""
@@ -172,10 +169,10 @@ def survey(
             continue
         generation = keys.parse_chunk(info.key)
         if generation is None:
-            found.foreign += 1
-        elif generation in unsigned and not _is_younger(info.age_s, claims.get(generation)):
-            found.foreign += 1  # the run began without the signing key
-        elif info.age_s is None or info.age_s < orphans_after_s:
+            continue  # no writer formats this key: nothing deletes the object
+        if generation in unsigned and not _is_younger(info.age_s, claims.get(generation)):
+            continue  # the run began without the signing key
+        if info.age_s is None or info.age_s < orphans_after_s:
             found.young_bytes += info.size_bytes
         else:
             found.orphans.append(info)

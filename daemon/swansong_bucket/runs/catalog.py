@@ -448,17 +448,15 @@ def claim_of(store: ObjectStore, keys: RunKeys, generation: int) -> ClaimObject 
 
 
 def newest_claims(
-    store: ObjectStore, keys: RunKeys, numbers: Sequence[int], count: int
+    store: ObjectStore, keys: RunKeys, count: int
 ) -> list[tuple[int, ClaimObject | None]]:
-    """The newest ``count`` claims of these numbers, newest first; a damaged one is None.
-
-    Args:
-        numbers: ascending.
+    """The newest ``count`` claims, newest first; a damaged one is None.
 
     Raises:
-        StoreError: a request to the store failed.
+        CorruptError, StoreError: as for :func:`claimed`.
     """
-    return [(number, claim_of(store, keys, number)) for number in reversed(numbers[-count:])]
+    numbers = claimed(store, keys)[-count:]
+    return [(number, claim_of(store, keys, number)) for number in reversed(numbers)]
 
 
 def newest_generation(store: ObjectStore, keys: RunKeys, *, above: int = 0) -> int:

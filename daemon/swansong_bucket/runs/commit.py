@@ -89,8 +89,7 @@ def claim_generation(
             wrote, or a field of the claim is out of bounds; nothing was claimed.
         StoreError: the store failed, or the race was lost too often.
     """
-    numbers = catalog.claimed(store, keys)
-    recent = catalog.newest_claims(store, keys, numbers, look_back)
+    recent = catalog.newest_claims(store, keys, look_back)
     newest = recent[0][0] if recent else 0
     for number, found in recent:
         if found is not None and found.start == start_id:
