@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,9 @@ from swansong_tools.commands.opening import opened
 from swansong_tools.commands.prices import add_prices, money, prices_of
 from swansong_tools.commands.progress import ProgressDisplay
 from swansong_tools.economics import cost, loss
-from swansong_tools.economics.cost import Costs, Prices
+from swansong_tools.economics.cost import Prices
 from swansong_tools.report import facts
-from swansong_tools.report.facts import Amount, RunReport, Story
+from swansong_tools.report.facts import RunReport, Story
 
 NOTES = "See docs/operations/report.md."
 EXAMPLES = {
@@ -63,14 +62,12 @@ def run(args: argparse.Namespace) -> int:
             evacuations_max=min(args.evacuations, EVACUATIONS_MAX),
             progress_of=lambda what: ProgressDisplay(f"reading {what}", what, is_quiet=args.json),
         )
-        costs = _costs(found, prices)
         made = facts.report(
             found,
             run=here.keys.run,
             store_url=here.store.url,
             written_wall_s=time.time(),
-            amounts=tuple(_amounts(costs)),
-            lost_amount=_lost(costs),
+            amounts=_amounts(found, prices),
         )
     if args.html is not None:
         from swansong_tools.report.page import html  # noqa: PLC0415 - slow to import
@@ -105,29 +102,23 @@ def _write(path: Path, text: str) -> None:
 # ---------------------------------------------------------------- money
 
 
-def _costs(found: RunHistory, prices: Prices) -> Costs | None:
+def _amounts(found: RunHistory, prices: Prices) -> dict[str, str]:
     summed = loss.loss(found.lives.lives)
-    return None if summed is None else cost.costs(summed, prices)
-
-
-def _amounts(costs: Costs | None) -> Iterator[Amount]:
-    if costs is None:
-        return
-    for name, amount in (
-        ("GPU time on spot VMs", costs.spot),
-        ("of it, lost to interruptions", costs.interruptions),
-        ("of it, stood still for other checkpoints", costs.saves),
-        ("The same work on demand", costs.on_demand),
-        ("Saved by spot VMs", costs.saved),
-    ):
-        if amount is not None:
-            yield Amount(name, money(amount, costs.currency))
-
-
-def _lost(costs: Costs | None) -> str:
-    if costs is None or costs.interruptions is None:
-        return ""
-    return money(costs.interruptions, costs.currency)
+    if summed is None:
+        return {}
+    costs = cost.costs(summed, prices)
+    amounts = {
+        "GPU time on spot VMs": costs.spot,
+        facts.LOST: costs.interruptions,
+        "of it, stood still for other checkpoints": costs.saves,
+        "The same work on demand": costs.on_demand,
+        "Saved by spot VMs": costs.saved,
+    }
+    return {
+        name: money(amount, costs.currency)
+        for name, amount in amounts.items()
+        if amount is not None
+    }
 
 
 # ---------------------------------------------------------------- for programs
@@ -148,7 +139,7 @@ def _facts(made: RunReport) -> dict[str, Any]:
         "commits": [_commit(commit) for commit in reversed(commits.commits)],
         "commits_left_out": commits.left_out,
         "loss": loss_command.facts(made.run, made.loss, left_out),
-        "cost": {each.name: each.amount for each in made.amounts},
+        "cost": made.amounts,
     }
 
 

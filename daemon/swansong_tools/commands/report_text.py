@@ -105,8 +105,8 @@ def _headline(report: RunReport) -> Iterator[Text]:
         yield _fact(
             "lost", f"{human_span(loss.lost_gpu_s)} of GPU time, {counted(number, 'interruption')}"
         )
-    for amount in report.amounts:
-        yield _fact("cost", f"{amount.amount}  {amount.name}")
+    for name, amount in report.amounts.items():
+        yield _fact("cost", f"{amount}  {name}")
 
 
 def _fact(name: str, value: str) -> Text:

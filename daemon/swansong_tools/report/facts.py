@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from swansong import bounds
 from swansong_bucket.format.farewell import RecordedEvacuation
@@ -33,6 +34,10 @@ _PLANS = {
 }
 
 
+LOST = "of it, lost to interruptions"
+"""Name of the amount of all interruptions."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Story:
     """An evacuation, and the resumption after it."""
@@ -48,14 +53,6 @@ class Story:
     """The VM lived on: it ended long after the deadline, or during another evacuation."""
 
 
-@dataclass(frozen=True, slots=True)
-class Amount:
-    """An amount of money, with its currency."""
-
-    name: str
-    amount: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
     """All facts of a report."""
@@ -65,10 +62,8 @@ class RunReport:
     written_wall_s: float
     history: RunHistory
     loss: Loss | None
-    amounts: tuple[Amount, ...]
-    """Empty without prices."""
-    lost_amount: str
-    """The cost of all interruptions; empty without prices."""
+    amounts: Mapping[str, str]
+    """Amounts of money, each with its currency, by name; empty without prices."""
     stories: tuple[Story, ...]
     """Newest first."""
 
@@ -84,8 +79,7 @@ def report(
     run: str,
     store_url: str,
     written_wall_s: float,
-    amounts: tuple[Amount, ...] = (),
-    lost_amount: str = "",
+    amounts: Mapping[str, str] = MappingProxyType({}),
 ) -> RunReport:
     """The facts of a report about this history."""
     loss = losses.loss(history.lives.lives)
@@ -97,7 +91,6 @@ def report(
         history=history,
         loss=loss,
         amounts=amounts,
-        lost_amount=lost_amount,
         stories=tuple(reversed(told)),
     )
 
@@ -117,7 +110,7 @@ def summary(report: RunReport) -> str:
     for each in loss.interruptions:
         parts_gpu_s.update(each.lost_parts_gpu_s)
     largest, gpu_s = max(parts_gpu_s.items(), key=lambda part: part[1], default=("unknown", 0.0))
-    price = f" ({report.lost_amount})" if report.lost_amount else ""
+    price = f" ({report.amounts[LOST]})" if LOST in report.amounts else ""
     name, change = _CHANGES[largest]
     return (
         f"{happened}{counted(len(loss.interruptions), 'interruption')} cost "

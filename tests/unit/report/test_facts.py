@@ -124,7 +124,7 @@ def test_the_report_begins_with_what_happened_its_cost_and_what_to_do(past: RunH
         "store_url": "s3://b",
         "written_wall_s": past_run.BEGUN_S + 50000,
     }
-    assert facts.summary(facts.report(past, lost_amount="7.10 USD", **fields)) == (
+    assert facts.summary(facts.report(past, amounts={facts.LOST: "7.10 USD"}, **fields)) == (
         "2 evacuations: 1 PARTIAL, 1 SAFE. 2 interruptions cost 31 h 33 min of GPU time (7.10 USD). "
         "The largest part is time without a VM, 28 h 57 min: "
         "order the next VM at the notice, or in more zones."

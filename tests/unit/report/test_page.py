@@ -23,7 +23,7 @@ from swansong_bucket.runs.run import Run
 from swansong_tools.commands import report_text
 from swansong_tools.economics.loss import Interruption, Loss
 from swansong_tools.report import drawing, facts, page
-from swansong_tools.report.facts import Amount, RunReport
+from swansong_tools.report.facts import RunReport
 
 from testkit import past_run
 from testkit.hostile_farewells import MARKUP, evacuations, interruptions
@@ -62,7 +62,7 @@ def made(found: RunHistory, run: str = "my-run", **fields: object) -> RunReport:
 
 @pytest.fixture(scope="module")
 def past_report(past: RunHistory) -> RunReport:
-    return made(past, amounts=(Amount("GPU time on spot VMs", "12.00 USD"),))
+    return made(past, amounts={"GPU time on spot VMs": "12.00 USD"})
 
 
 @pytest.fixture(scope="module")
@@ -214,8 +214,7 @@ def test_hostile_texts_stay_texts(
         written_wall_s=0.0,
         history=EMPTY,
         loss=loss,
-        amounts=(),
-        lost_amount=MARKUP,
+        amounts={facts.LOST: MARKUP},
         stories=tuple(told),
     )
     text = page.html(report)
