@@ -32,6 +32,10 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=step, metavar="N", help="consider only commits of this step")
 
 
+def add_generation(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--generation", type=generation, metavar="G", help=text)
+
+
 def add_flag(parser: argparse._ActionsContainer, name: str, text: str) -> None:
     """Add an option without a value."""
     parser.add_argument(name, action="store_true", help=text)

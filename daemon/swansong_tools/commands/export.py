@@ -25,10 +25,10 @@ from swansong_bucket.transfer.target import RestoreTarget
 
 from swansong_tools.commands import plain_files
 from swansong_tools.commands.common import (
+    add_generation,
     add_json,
     add_quiet,
     add_run,
-    generation,
     note,
     place,
     print_json,
@@ -69,9 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or a directory; files of equal names are replaced",
     )
-    parser.add_argument(
-        "--generation", type=generation, metavar="N", help="only a commit of this generation"
-    )
+    add_generation(parser, "only a commit of this generation")
     add_quiet(parser)
     add_json(parser)
 

@@ -14,7 +14,7 @@ from swansong_bucket.runs import catalog, pins
 from swansong_bucket.runs.catalog import Commit
 from swansong_bucket.runs.pins import Pin
 
-from swansong_tools.commands.common import add_run, generation, step
+from swansong_tools.commands.common import add_generation, add_run, step
 from swansong_tools.commands.opening import Opened, opened
 
 NOTES = "See docs/operations/retention.md."
@@ -39,12 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--note", type=_note, default="", metavar="TEXT", help="text that swansong ls shows"
     )
-    parser.add_argument(
-        "--generation",
-        type=generation,
-        metavar="G",
-        help="generation of the commit (default: the newest that has the step)",
-    )
+    add_generation(parser, "generation of the commit (default: the newest that has the step)")
 
 
 def name(text: str) -> str:

@@ -19,11 +19,11 @@ from swansongd.config.config import Config, load
 from swansong_tools.commands.client import DaemonClient
 from swansong_tools.commands.common import (
     add_flag,
+    add_generation,
     add_json,
     add_quiet,
     add_run,
     add_step,
-    generation,
     note,
 )
 from swansong_tools.commands.destination import link, report_fresh, resolved
@@ -58,12 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prefer a sealed checkpoint in this VM's staging directory if the store has no newer one; "
         "DIR becomes a link to it, or to the download of the daemon",
     )
-    parser.add_argument(
-        "--generation",
-        type=generation,
-        metavar="N",
-        help="restore only a commit of this generation",
-    )
+    add_generation(parser, "restore only a commit of this generation")
     add_quiet(parser)
     add_json(parser)
 

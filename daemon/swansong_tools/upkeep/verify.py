@@ -11,7 +11,7 @@ import random
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from swansong_bucket.errors import CorruptError
@@ -92,11 +92,15 @@ def verify(
     if not commits:
         raise nothing_found(keys, step, [])
     defects: list[Defect] = []
-    named = _Named()
-    each_commit(store, keys, commits, named.add, defects, progress=manifests, stop=options.stop)
-    chunks = named.is_shared
-    damaged = wrong_sizes(store, chunks, options)
-    readable = [chunk for chunk in chunks if chunk not in damaged]
+    is_shared: dict[Chunk, bool] = {}
+    """The chunks that manifests name, and whether several commits do."""
+
+    def name(_commit: Commit, shards: Sequence[StoredShard]) -> None:
+        is_shared.update({chunk: chunk in is_shared for chunk in chunks_of(shards)})
+
+    each_commit(store, keys, commits, name, defects, progress=manifests, stop=options.stop)
+    damaged = wrong_sizes(store, is_shared, options)
+    readable = [chunk for chunk in is_shared if chunk not in damaged]
     chosen = [chunk for chunk in readable if sample >= 1 or chance() < sample]
     chosen = chosen or readable[:1]
     refused = partial(catalog.refused, store, keys, commits[0].ref.generation)
@@ -116,21 +120,11 @@ def verify(
         ),
         damaged=damaged,
         commits=len(commits),
-        objects=len(chunks),
-        shared=sum(named.is_shared.values()),
-        size_bytes=sum(chunk.size_bytes for chunk in chunks),
+        objects=len(is_shared),
+        shared=sum(is_shared.values()),
+        size_bytes=sum(chunk.size_bytes for chunk in is_shared),
         read_bytes=sum(chunk.size_bytes for chunk in chosen),
     )
-
-
-@dataclass(slots=True)
-class _Named:
-    """The chunks that manifests name, and whether several commits do."""
-
-    is_shared: dict[Chunk, bool] = field(default_factory=dict)
-
-    def add(self, _commit: Commit, shards: Sequence[StoredShard]) -> None:
-        self.is_shared.update({chunk: chunk in self.is_shared for chunk in chunks_of(shards)})
 
 
 def _blame(
