@@ -148,7 +148,7 @@ def course(
     )
     next_vm = () if interruption is None else _next_vm(recorded, interruption, resumption)
     return Course(
-        old_vm=tuple(lane for lane in old_vm if lane is not None),
+        old_vm=tuple(lane for lane in old_vm if lane is not None and lane.bars),
         next_vm=tuple(next_vm),
         moments=tuple(_moments(recorded)),
         rates=_rates(recorded.samples),
@@ -224,11 +224,9 @@ def _forecast(entries: Sequence[TimelineEntry]) -> Lane | None:
 
 def _waiting(
     entries: Sequence[TimelineEntry], begin: str, end: str, name: str, explained: str
-) -> Lane | None:
+) -> Lane:
     """The daemon waits from the phase ``begin`` to the phase ``end``."""
     bars = _between(entries, begins=(begin,), ends=(end, "verdict", "withdrawn"), fails=())
-    if not bars:
-        return None
     idle = tuple(replace(bar, kind="idle") for bar in bars)
     return Lane(name, human_span(_union_s(bars)), idle, explained)
 
@@ -275,39 +273,33 @@ def _save(entries: Sequence[TimelineEntry]) -> Lane | None:
     )
 
 
-def _upload(entries: Sequence[TimelineEntry]) -> Lane | None:
+def _upload(entries: Sequence[TimelineEntry]) -> Lane:
     bars = _between(
         entries,
         begins=("flush", "early_shards"),
         ends=("flushed", "flush_stopped", "verdict", "withdrawn"),
         fails=("flush_stopped",),
     )
-    if not bars:
-        return None
     note = _note(human_span(_union_s(bars)), _size(first_entry(entries, "flushed")))
     return Lane("Upload", note, bars, "The daemon sends the checkpoint to the store.")
 
 
-def _commit(entries: Sequence[TimelineEntry]) -> Lane | None:
+def _commit(entries: Sequence[TimelineEntry]) -> Lane:
     bars = _between(
         entries, begins=("flushed",), ends=("committed", "verdict", "withdrawn"), fails=("verdict",)
     )
-    if not bars:
-        return None
     step = _step(_last(entries, "committed"))
     note = _note(human_span(_union_s(bars)), step and f"{step} is durable")
     return Lane("Commit", note, bars, "The manifest is created: from here on the step is durable.")
 
 
-def _follow_ups(entries: Sequence[TimelineEntry]) -> Lane | None:
+def _follow_ups(entries: Sequence[TimelineEntry]) -> Lane:
     bars = _between(
         entries,
         begins=("follow_up",),
         ends=("committed", "follow_up_failed", "withdrawn"),
         fails=("follow_up_failed", "withdrawn", ""),
     )
-    if not bars:
-        return None
     committed = sum(bar.kind == "work" for bar in bars)
     return Lane(
         "Follow-ups",
