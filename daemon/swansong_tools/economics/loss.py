@@ -12,10 +12,11 @@ and includes it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from swansong_bucket.loss_records import PARTS, TRAINED, GenerationEnd, Life, down_parts
+from swansong_bucket.loss_records import LOST, PARTS, TRAINED, GenerationEnd, Life, down_parts
 
 HOUR_S = 3600.0
 WINDOWS_MAX = 48
@@ -80,6 +81,15 @@ class Interruption:
     @property
     def down_gpu_s(self) -> float:
         return sum(gpu_s for part, gpu_s in self.lost_parts_gpu_s.items() if part not in TRAINED)
+
+
+def lost_gpu_s(interruptions: Iterable[Interruption]) -> dict[str, float]:
+    """GPU seconds of the interruptions, by part."""
+    total: defaultdict[str, float] = defaultdict(float, dict.fromkeys(LOST, 0.0))
+    for each in interruptions:
+        for part, gpu_s in each.lost_parts_gpu_s.items():
+            total[part] += gpu_s
+    return dict(total)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,5 @@ def _mean_where(count: int, probability: float) -> float:
 
 def _at_most(count: int, mean: float) -> float:
     """Probability of at most this number of events."""
-    if mean <= 0:
-        return 1.0
     logs = (k * math.log(mean) - mean - math.lgamma(k + 1) for k in range(count + 1))
     return min(1.0, math.fsum(math.exp(each) for each in logs))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from swansong_bucket.loss_records import LOST, GenerationEnd, Life, Resumption
+from swansong_bucket.loss_records import GenerationEnd, Life, Resumption
 from swansong_bucket.model import CheckpointKind, CommitRef, Verdict
 from swansong_bucket.runs.run import FarewellFacts, RecordedCommit
 
@@ -224,15 +224,6 @@ def _begun(own: Resumption) -> Life:
         start_step=own.start_step,
         ending=ending,
     )
-
-
-def lost_gpu_s(interruptions: Iterable[Interruption]) -> dict[str, float]:
-    """GPU seconds of the interruptions, by part."""
-    total: defaultdict[str, float] = defaultdict(float, dict.fromkeys(LOST, 0.0))
-    for each in interruptions:
-        for part, gpu_s in each.lost_parts_gpu_s.items():
-            total[part] += gpu_s
-    return dict(total)
 
 
 # ---------------------------------------------------------------- commits

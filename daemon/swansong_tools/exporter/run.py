@@ -127,7 +127,7 @@ class RunReader:
         same_vm = Counter(each.is_same_vm for each in interruptions)
         return RunLosses(
             interruptions={is_same: same_vm[is_same] for is_same in (False, True)},
-            lost_gpu_s=figures.lost_gpu_s(interruptions),
+            lost_gpu_s=losses.lost_gpu_s(interruptions),
             loss=None if loss is None else replace(loss, interruptions=()),
             costs=None if loss is None or self._prices is None else cost.costs(loss, self._prices),
         )

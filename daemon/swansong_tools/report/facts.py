@@ -106,10 +106,8 @@ def summary(report: RunReport) -> str:
         return f"{happened}First find out why the run has no whole commit: swansong ls, swansong doctor."
     if loss is None or not loss.interruptions:
         return f"{happened}No interruption is recorded, so there is nothing to do."
-    parts_gpu_s: Counter[str] = Counter()
-    for each in loss.interruptions:
-        parts_gpu_s.update(each.lost_parts_gpu_s)
-    largest, gpu_s = max(parts_gpu_s.items(), key=lambda part: part[1], default=("unknown", 0.0))
+    parts_gpu_s = losses.lost_gpu_s(loss.interruptions)
+    largest, gpu_s = max(parts_gpu_s.items(), key=lambda part: part[1])
     price = f" ({report.amounts[LOST]})" if LOST in report.amounts else ""
     name, change = _CHANGES[largest]
     return (

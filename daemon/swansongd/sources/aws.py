@@ -223,13 +223,18 @@ def parse_instance_action(body: bytes, asked: ClockReading, assumed_grace_s: flo
 
 def _parse(body: bytes) -> tuple[str, datetime | None]:
     """The action, empty if missing, and the stated time in UTC."""
-    try:
-        fields: Any = json.loads(body)
-    except (ValueError, RecursionError):
-        return "", None
+    fields = json_of(body)
     if not isinstance(fields, dict):
         return "", None
     return str(fields.get("action", "")), parse_time(fields.get("time"))
+
+
+def json_of(body: bytes) -> Any:
+    """The value of a JSON text; None if it is not one."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        return None
 
 
 class AwsSource(PolledSource):

@@ -14,7 +14,7 @@ from typing import Any
 from swansong_bucket.model import DeadlineQuality, Notice, Severity
 
 from swansongd.core.lifecycle import ASG_SOURCE
-from swansongd.sources.aws import AwsSource, Imds, not_spot
+from swansongd.sources.aws import AwsSource, Imds, json_of, not_spot
 from swansongd.sources.metadata import MetadataUnavailable, shortened
 from swansongd.sources.polled import ClockReading, PollResult, parse_date
 
@@ -188,7 +188,7 @@ def _events(body: bytes) -> list[dict[str, Any]]:
     Raises:
         MetadataUnavailable: the body is not a list of objects, so the events are unknown.
     """
-    events = _json(body)
+    events = json_of(body)
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         raise MetadataUnavailable("the scheduled events are not a list of objects")
     return events
@@ -201,13 +201,6 @@ def _over(event: dict[str, Any]) -> str:
         if word.lower() in _EVENT_OVER:
             return _EVENT_OVER[word.lower()]
     return ""
-
-
-def _json(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _text(event: dict[str, Any], key: str) -> str:

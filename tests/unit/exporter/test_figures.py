@@ -11,6 +11,7 @@ import pytest
 from swansong_bucket.loss_records import LOST, Resumption
 from swansong_bucket.model import CheckpointKind, CommitRef, Verdict
 from swansong_bucket.runs.run import FarewellFacts, RecordedCommit
+from swansong_tools.economics import loss as losses
 from swansong_tools.exporter import figures
 from swansong_tools.exporter.figures import MirrorLag
 
@@ -182,7 +183,7 @@ def run_of(count: int) -> dict[int, Resumption]:
 
 def lost(resumptions: dict[int, Resumption]) -> tuple[int, dict[str, float]]:
     found = list(figures.recorded_interruptions(resumptions, lambda _: None))
-    return len(found), figures.lost_gpu_s(found)
+    return len(found), losses.lost_gpu_s(found)
 
 
 def test_each_recorded_resume_is_an_interruption() -> None:
