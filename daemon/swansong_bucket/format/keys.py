@@ -29,7 +29,7 @@ UNSIGNED = "#unsigned"
 """End of the key of an object that no holder of the signing key has created, as a signed store lists it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class CommitKey:
     """The parsed key of a manifest."""
 

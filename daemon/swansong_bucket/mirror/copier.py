@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from swansong_bucket.errors import CorruptError, Exists, NotFound, SwansongError, TooLarge
 from swansong_bucket.format import manifest as manifests
-from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.format.keys import CommitKey, RunKeys
 from swansong_bucket.format.manifest import Manifest
 from swansong_bucket.mirror.chunk_copies import ChunkCopier, Moved
 from swansong_bucket.mirror.fence import PromotedError, foreign_claim
 from swansong_bucket.mirror.gate import Gate
-from swansong_bucket.model import Chunk, CommitRef
+from swansong_bucket.model import Chunk
 from swansong_bucket.runs import catalog
 from swansong_bucket.runs.commit import mark_suspect
 from swansong_bucket.stores.base import ObjectStore
@@ -31,13 +31,8 @@ class Gone(SwansongError):
     """The store no longer has the manifest: retention or an operator deleted the commit."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class ManifestPlace:
-    """The place of a manifest: the unit of a copy."""
-
-    ref: CommitRef
-    node: int
-    nodes: int
+ManifestPlace = CommitKey
+"""The unit of a copy is a manifest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

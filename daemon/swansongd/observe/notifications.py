@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 
@@ -222,21 +222,14 @@ def _notice_over(
 ) -> Notification:
     is_outlived = now_mono_s > notice.deadline_mono_s + OUTLIVED_S
     reason = "the VM has outlived the deadline" if is_outlived else "the notice was withdrawn"
-    is_drill = notice.source == DRILL
-    return Notification(
+    return replace(
+        _of_notice(notice, state, step, now_mono_s, wall_s),
         key=f"notice/{notice.identity}/over/{wall_s:.3f}",
         ends=f"notice/{notice.identity}/",
-        group=_group(is_drill=is_drill),
-        kind=NotificationKind.NOTICE,
-        is_over=is_answered(state, is_drill=is_drill),
         summary=text(f"Notice of {notice.source} ({notice.kind}) is over: {reason}"),
         importance=Importance.INFO,
-        wall_s=wall_s,
-        step=step,
-        generation=state.generation,
         reason=reason,
-        source=text(notice.source),
-        urgency=notice.severity.name.lower(),
+        seconds_left=None,
     )
 
 
