@@ -98,8 +98,10 @@ generation = whole("a generation; list them with swansong ls", bounds.GENERATION
 step = whole("a step; list them with swansong ls", bounds.STEP_MAX, least=0)
 
 
-def add_quiet(parser: argparse.ArgumentParser) -> None:
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a command that shows its progress: JSON comes without it."""
     add_flag(parser, "--quiet", "print no progress")
+    add_json(parser)
 
 
 def is_screen(stream: TextIO) -> bool:

@@ -26,8 +26,7 @@ from swansong_bucket.transfer.target import RestoreTarget
 from swansong_tools.commands import plain_files
 from swansong_tools.commands.common import (
     add_generation,
-    add_json,
-    add_quiet,
+    add_output,
     add_run,
     note,
     place,
@@ -70,8 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or a directory; files of equal names are replaced",
     )
     add_generation(parser, "only a commit of this generation")
-    add_quiet(parser)
-    add_json(parser)
+    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from swansong_bucket.errors import ConfigError, StoreError
 from swansong_bucket.stores.gcs.store import GcsStore
@@ -71,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"rules": rules, "command": command, "existing": existing, "warnings": warnings})
         return 0
-    print(json.dumps(rules, indent=2))
+    print_json(rules)
     print(f"\n{command}")
     for line in warnings:
         note(f"warning: {line}")

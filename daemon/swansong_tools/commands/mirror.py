@@ -19,8 +19,7 @@ from swansong_bucket.util.printable import printable
 
 from swansong_tools.commands.common import (
     add_flag,
-    add_json,
-    add_quiet,
+    add_output,
     add_run,
     note,
     place,
@@ -49,8 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "stop committing at their next contact with the mirror",
     )
     add_flag(parser, "--force", "with --promote: give up the commits that the mirror lacks")
-    add_quiet(parser)
-    add_json(parser)
+    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> int:

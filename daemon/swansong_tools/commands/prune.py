@@ -15,8 +15,7 @@ from swansong_bucket.util.printable import printable
 
 from swansong_tools.commands.common import (
     add_flag,
-    add_json,
-    add_quiet,
+    add_output,
     add_run,
     note,
     place,
@@ -41,8 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     add_flag(parser, "--dry-run", "explain, and delete nothing")
     add_prices(parser)
-    add_quiet(parser)
-    add_json(parser)
+    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -20,8 +20,7 @@ from swansong_tools.commands.client import DaemonClient
 from swansong_tools.commands.common import (
     add_flag,
     add_generation,
-    add_json,
-    add_quiet,
+    add_output,
     add_run,
     add_step,
     note,
@@ -59,8 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "DIR becomes a link to it, or to the download of the daemon",
     )
     add_generation(parser, "restore only a commit of this generation")
-    add_quiet(parser)
-    add_json(parser)
+    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -20,8 +20,7 @@ from swansongd.restore.local_files import sets_in
 
 from swansong_tools.commands.common import (
     add_flag,
-    add_json,
-    add_quiet,
+    add_output,
     add_run,
     add_step,
     argument,
@@ -65,8 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rate", type=_rate, metavar="RATE", help="limit of the bytes per second, such as 50MB/s"
     )
     add_flag(parser, "--repair", "replace damaged and missing objects by intact copies")
-    add_quiet(parser)
-    add_json(parser)
+    add_output(parser)
 
 
 def _share(text: str) -> float:
