@@ -65,7 +65,8 @@ def test_a_precaution_lifts_the_limit() -> None:
 def test_ranks_that_wait_for_the_flush_lift_the_limit(is_done: bool, rate: float | None) -> None:
     """While another start of the job is held until the flush is done, no training needs the link."""
     story = a_story()
-    finishing = Finishing("next", asked_mono_s=story.now, by_mono_s=story.now, waits=not is_done)
+    now, ranks = story.now, frozenset[int]()
+    finishing = Finishing("next", ranks, asked_mono_s=now, by_mono_s=now, waits=not is_done)
     story.state = replace(story.state, starts=replace(story.state.starts, finishing=finishing))
     assert limits.rate_bytes_per_s(story.state) == rate
 
