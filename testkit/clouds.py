@@ -73,10 +73,6 @@ class Gcp:
     def preempt(self) -> None:
         control(self.url, "set", key="instance/preempted", value="TRUE")
 
-    def die(self) -> None:
-        """Stop responding."""
-        control(self.url, "dead", after_s=0)
-
 
 @dataclass(frozen=True)
 class Azure:

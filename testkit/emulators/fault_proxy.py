@@ -21,7 +21,7 @@ _WAKE_S = 0.02
 
 @dataclass(frozen=True)
 class _Fault:
-    kind: Literal["none", "mute", "reset", "stall"] = "none"
+    kind: Literal["none", "reset", "stall"] = "none"
     way: Way = "up"
     after_bytes: int = 0
     times: int | None = None
@@ -36,13 +36,11 @@ class FaultProxy:
     def __init__(self, upstream_url: str) -> None:
         parts = urlsplit(upstream_url)
         self._upstream = (parts.hostname or "", parts.port or 0)
-        self._listener = _listener()
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self._listener.settimeout(_WAKE_S)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.hits = 0
         self._lock = threading.Lock()
-        self._listening = threading.Event()
-        self._listening.set()
         self._closed = False
         self._epoch = 0
         self._fault = _Fault()
@@ -54,27 +52,18 @@ class FaultProxy:
         """Forward without faults."""
         self._begin(_Fault())
 
-    def refuse(self) -> None:
-        """Refuse connections."""
-        self._begin(_Fault(), listen=False)
-
-    def mute(self, *, times: int | None = None) -> None:
-        """Accept connections; read and send nothing."""
-        self._begin(_Fault("mute", times=times))
-
     def reset(self, way: Way, after_bytes: int, *, times: int | None = None) -> None:
         """Send a TCP reset to the client after ``after_bytes`` bytes in that direction."""
         self._begin(_Fault("reset", way, after_bytes, times))
 
-    def stall(self, way: Way, after_bytes: int, *, times: int | None = None) -> None:
+    def stall(self, way: Way, after_bytes: int) -> None:
         """Stop after ``after_bytes`` bytes, and keep the connection open."""
-        self._begin(_Fault("stall", way, after_bytes, times))
+        self._begin(_Fault("stall", way, after_bytes))
 
     def close(self) -> None:
         self._closed = True
-        self._begin(_Fault(), listen=False)
-        self._listening.set()
         self._acceptor.join()
+        self._begin(_Fault())
         self._listener.close()
 
     def __enter__(self) -> Self:
@@ -83,24 +72,16 @@ class FaultProxy:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _begin(self, fault: _Fault, *, listen: bool = True) -> None:
+    def _begin(self, fault: _Fault) -> None:
         with self._lock:
             self._fault = fault
             self._epoch += 1
             relays, self._relays = self._relays, []
-            if listen and not self._listening.is_set():
-                self._listener.listen(128)
-                self._listening.set()
-            elif not listen and self._listening.is_set():
-                self._listening.clear()
-                # Stops listening and keeps the port: no other process can bind it.
-                self._listener.shutdown(socket.SHUT_RDWR)
         for relay in relays:
             relay.join()
 
     def _accept(self) -> None:
         while not self._closed:
-            self._listening.wait()
             try:
                 client, _ = self._listener.accept()
             except OSError:
@@ -119,9 +100,6 @@ class FaultProxy:
     def _relay(self, client: socket.socket, fault: _Fault, epoch: int) -> None:
         client.setblocking(True)
         with client, socket.socket() as server:
-            if fault.kind == "mute":
-                self._strike_and_wait(epoch)
-                return
             try:
                 server.connect(self._upstream)
                 server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -152,29 +130,10 @@ class FaultProxy:
                 target.sendall(data)
 
     def _strike(self, client: socket.socket, fault: _Fault, epoch: int) -> None:
-        if fault.kind == "reset":
-            self.hits += 1
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        else:
-            self._strike_and_wait(epoch)
-
-    def _strike_and_wait(self, epoch: int) -> None:
         self.hits += 1
+        if fault.kind == "reset":
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            return
         waiting = threading.Event()
         while self._epoch == epoch:
             waiting.wait(_WAKE_S)
-
-
-def _listener() -> socket.socket:
-    """A listening socket that keeps its port when it stops listening.
-
-    Only a port that is requested by number stays with the socket, so another socket finds one first.
-    """
-    with socket.socket() as finder:
-        finder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        finder.bind(("127.0.0.1", 0))
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(finder.getsockname())
-    listener.listen(128)
-    return listener
