@@ -53,11 +53,6 @@ class Aws:
     def withdraw(self) -> None:
         control(self.url, "withdraw")
 
-    def polls(self) -> int:
-        """The number of requests that returned a notice."""
-        counts: dict[str, int] = control(self.url, "requests").get(f"GET {SPOT_PATH}", {})
-        return counts.get("200", 0)
-
 
 @dataclass(frozen=True)
 class Gcp:

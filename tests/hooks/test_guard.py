@@ -575,13 +575,16 @@ def test_a_failed_save_does_not_reach_the_loop(
     error: BaseException,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The daemon receives Failed, the log a warning; the partial directory is removed, training continues."""
+    """The daemon receives Failed, the log a warning; the partial directory is removed, training continues.
+
+    So it is for a checkpoint that the script itself schedules or saves.
+    """
 
     def save(directory: Path) -> None:
         (directory / "model.bin").write_bytes(b"half")
         raise error
 
-    guard = attach(save=save, load=lambda _: None)
+    guard = attach(save=save, load=lambda _: None, every_steps=4)
     guard.restore()
     guard.step(1)
     daemon.request()
@@ -593,24 +596,10 @@ def test_a_failed_save_does_not_reach_the_loop(
     assert "failed" in caplog.text
     assert os.listdir(daemon.staging) == []
     assert not guard.save(3)
-    guard.step(3)
-
-
-def test_a_failed_save_without_a_request_is_reported(daemon: FakeDaemon, attach: Attach) -> None:
-    """The daemon receives Failed also for a checkpoint that the trainer scheduled itself."""
-
-    def save(directory: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    guard = attach(save=save, load=lambda _: None, every_steps=2)
-    guard.restore()
-    for step in (1, 2, 3):
+    for step in (3, 4, 5):
         guard.step(step)
-    failed = daemon.wait_for(Failed)
-    assert (failed.request_id, failed.step) == ("", 2)
-    assert "No space left" in failed.reason
-    assert not guard.save(3)
-    assert daemon.wait_for(Failed, 2).step == 3
+    failed = [daemon.wait_for(Failed, count) for count in (2, 3)]
+    assert [(each.request_id, each.step) for each in failed] == [("", 3), ("", 4)]
 
 
 def test_a_staging_directory_that_cannot_be_used_is_reported(

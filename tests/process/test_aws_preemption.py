@@ -61,31 +61,6 @@ def test_a_notice_becomes_a_commit_before_the_deadline(
     assert sorted(entry["at_s"] for entry in timeline) == [entry["at_s"] for entry in timeline]
 
 
-@pytest.mark.fault("N09")
-def test_one_notice_is_one_emergency_checkpoint(
-    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
-) -> None:
-    """Repeated polls and a restart of the daemon lead to no second save."""
-    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
-    daemon = vm.start_daemon()
-    trainer = vm.start_trainer(script=witness)
-    trainer.lines.wait(step=5)
-    aws.notice(in_s=30)
-    verdict = daemon.lines.wait(event="verdict", verdict="SAFE")
-    seen = aws.polls()
-    until(lambda: aws.polls() >= seen + 3, what="three more polls")
-
-    daemon.kill()
-    restarted = vm.start_daemon()
-    again = restarted.lines.wait(event="verdict", verdict="SAFE")
-    trainer.lines.wait(step=max(line["step"] for line in trainer.lines.all() if "step" in line) + 5)
-    until(lambda: vm.status()["trainers"], what="the trainer")
-
-    assert (again["generation"], again["step"]) == (1, verdict["step"])
-    assert vm.status()["verdict"] == "SAFE"
-    assert [manifest["step"] for manifest in bucket.manifests()] == [verdict["step"]]
-
-
 @pytest.mark.fault("N12")
 def test_without_a_notice_the_loss_is_the_lag_in_status(
     bucket: Bucket, new_vm: Any, witness: str

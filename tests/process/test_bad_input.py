@@ -88,12 +88,6 @@ def test_a_missing_staging_directory_is_reported_and_not_created(
     assert not place.exists()
 
 
-# ---------------------------------------------------------------- messages on the socket
-
-
-# ---------------------------------------------------------------- objects in the bucket
-
-
 # ---------------------------------------------------------------- disk and socket directory
 
 

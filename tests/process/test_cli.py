@@ -624,28 +624,28 @@ def test_status_for_people(place: Place) -> None:
     assert "\x1b" not in done.stdout
 
 
-def test_status_of_a_daemon_that_has_just_started(place: Place) -> None:
-    """Facts that the daemon does not know yet are shown as unknown."""
-    with daemon_that_answers(place.socket, encode(Status(STARTED))):
-        done = place.run("status")
-    assert done.returncode == 0
-    text = " ".join(done.stdout.split())
-    assert "no generation claimed yet" in text
-    assert "last commit none" in text
-    assert "replication lag 0 steps, unknown time" in text
-
-
-def test_status_shows_unknown_times_in_words(place: Place) -> None:
-    """A commit of unknown age was made before the daemon started; status does not print a question mark."""
-    report = STARTED | {
+def test_status_shows_unknown_facts_in_words(place: Place) -> None:
+    """Facts that a daemon does not know yet.  A commit of unknown age was made before the daemon started."""
+    found = {
         "last_commit": {"generation": 2, "step": 1200, "age_s": None},
         "replication_lag": {"steps": 34, "seconds": None, "bytes": 0},
     }
-    with daemon_that_answers(place.socket, encode(Status(report))):
-        done = place.run("status")
-    text = " ".join(done.stdout.split())
-    assert "last commit generation 2 step 1200, from before the daemon started" in text
-    assert "replication lag 34 steps, unknown time, 0 B" in text
+    for report, commit_words, lag in (
+        (STARTED, "none", "0 steps, unknown time"),
+        (
+            STARTED | found,
+            "generation 2 step 1200, from before the daemon started",
+            "34 steps, unknown time, 0 B",
+        ),
+    ):
+        with daemon_that_answers(place.socket, encode(Status(report))):
+            done = place.run("status")
+        place.socket.unlink()
+        assert done.returncode == 0
+        text = " ".join(done.stdout.split())
+        assert "no generation claimed yet" in text
+        assert f"last commit {commit_words}" in text
+        assert f"replication lag {lag}" in text
 
 
 def test_status_without_a_daemon(place: Place) -> None:
@@ -713,12 +713,16 @@ def test_every_problem_of_the_configuration_has_a_line(place: Place) -> None:
         ["restore"],
         ["restore", "--to", "x", "--step", "-1"],
         ["ls", "--run", "../x"],
+        ["notify"],
+        ["notify", "--in", "soon"],
+        ["notify", "--in", "0"],
+        ["notify", "--in", "5s", "--withdraw"],
         ["dance"],
         [],
     ],
 )
 def test_an_invalid_command_line_is_exit_2(place: Place, arguments: list[str]) -> None:
-    """Usage errors have the exit code of configuration errors."""
+    """Usage errors have the exit code of configuration errors, and the daemon gets no message."""
     assert place.run(*arguments).returncode == 2
 
 

@@ -222,25 +222,21 @@ def test_a_withdrawn_notice_withdraws_the_request() -> None:
     assert not story.verdicts
 
 
-def test_only_the_source_that_raised_a_notice_withdraws_it() -> None:
-    """A withdrawal by another source has no effect."""
-    story = joined()
-    story.notice(source="aws.spot")
-    story.withdraw("aws.rebalance")
-    assert phase_of(story.state) is Phase.CHECKPOINTING
-    assert not story.all(Withdrawn)
-
-
 @pytest.mark.fault("N15")
 def test_two_sources_make_one_evacuation_with_the_earlier_deadline() -> None:
-    """The earliest deadline of all sources counts, and the trainer gets one request."""
+    """The earliest deadline of all sources counts, and the trainer gets one request.
+
+    A source withdraws only its own notice.
+    """
     story = joined()
     story.notice(in_s=120, source="aws.spot")
     story.notice(in_s=30, source="logind", severity=Severity.SHUTTING_DOWN)
     assert story.evacuation.deadline_mono_s == story.now + 30
     assert len(story.all(Request)) == 1
-    story.withdraw("logind")
-    assert story.state.evacuation is not None, "the other notice is still in force"
+    for source in ("logind", "aws.rebalance"):
+        story.withdraw(source)
+        assert story.state.evacuation is not None, "the other notice is still in force"
+    assert not story.all(Withdrawn)
     assert story.evacuation.deadline_mono_s == story.now + 30
 
 
