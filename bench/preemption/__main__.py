@@ -25,10 +25,10 @@ from pathlib import Path
 from bench.preemption import agent, results, store
 from bench.preemption.contestants import BUILD, CONTESTANTS, Contestant, mount_refusal
 from bench.preemption.life import STEP_S, Failed, Plan, end_all, live
-from bench.preemption.results import Result, ResultsFile
-from bench.transfer.__main__ import machine
+from bench.preemption.results import Result
+from bench.transfer.__main__ import add_options, machine, parse
 from bench.transfer.contestants import BENCH, interpreter
-from bench.transfer.results import PAGES, write_page
+from bench.transfer.results import PAGES, ResultsFile, write_page
 
 NOTICE_S = 120.0
 PAUSE_S = 10.0
@@ -92,7 +92,9 @@ def run(contestant: Contestant, size: str, repeat: int, options: argparse.Namesp
 
 
 def work(
-    due: queue.SimpleQueue[tuple[int, str, str]], file: ResultsFile, options: argparse.Namespace
+    due: queue.SimpleQueue[tuple[int, str, str]],
+    file: ResultsFile[Result],
+    options: argparse.Namespace,
 ) -> None:
     """One lane: runs that are due, until none is left."""
     while not due.empty():
@@ -106,7 +108,7 @@ def work(
         print(f"{size} {repeat + 1}/{options.repeats} {name}: {shown}", file=sys.stderr)
 
 
-def conditions(file: ResultsFile) -> str:
+def conditions(file: ResultsFile[Result]) -> str:
     """The machine and the named settings, for the page."""
     loads = [result.load for result in file.results] or [0.0]
     present = {result.contestant for result in file.results}
@@ -128,37 +130,18 @@ def conditions(file: ResultsFile) -> str:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make bench-preemption", description=__doc__)
-    parser.add_argument(
-        "--quick", action="store_true", help="a tiny state and a short notice, once"
-    )
-    parser.add_argument("--repeats", type=int, default=0, help="repetitions (3; with --quick 1)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="CONTESTANT")
+    add_options(parser, quick="a tiny state and a short notice, once")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["32MB", "1GB"])
     parser.add_argument("--large", action="store_true", help="also 4 GB of state (20 GB of memory)")
     parser.add_argument(
         "--lanes", type=int, default=4, help="runs at the same time, each with its own store"
     )
-    parser.add_argument("--list", action="store_true", help="print the contestants, and exit")
-    parser.add_argument("--json", type=Path, help="results file; its runs are not repeated")
-    parser.add_argument("--fresh", action="store_true", help="start with an empty results file")
-    parser.add_argument(
-        "--data", type=Path, default=Path("/dev/shm"), help="directory for the disks of the VMs"
-    )
     parser.add_argument("--objects", type=Path, help="directory for the objects of the store")
-    parser.add_argument(
-        "--write", action="store_true", help="write tables and plot into docs/performance/"
-    )
-    options = parser.parse_args()
-    options.repeats = options.repeats or (1 if options.quick else 3)
+    options = parse(parser, CONTESTANTS)
     if options.large and "4GB" not in options.sizes:
         options.sizes.append("4GB")
     if options.quick:
         options.sizes = ["1MB"]
-        if options.write:
-            parser.error("--write does not accept the results of --quick")
-    for name in options.only:
-        if name not in CONTESTANTS:
-            parser.error(f"unknown contestant {name!r}; --list shows the names")
     return options
 
 
@@ -186,12 +169,12 @@ def main() -> None:
     )
     if options.fresh or options.quick:
         path.unlink(missing_ok=True)
-    file = ResultsFile(path)
+    file = ResultsFile(path, Result)
     due: queue.SimpleQueue[tuple[int, str, str]] = queue.SimpleQueue()
     for repeat in range(options.repeats):
         lane = [(repeat, size, name) for size in options.sizes for name in names]
         for item in random.sample(lane, len(lane)):
-            if not file.has(item[2], item[1], repeat):
+            if not file.has(contestant=item[2], size=item[1], repeat=repeat, problem=""):
                 due.put(item)
     began = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 from bench.preemption.contestants import CONTESTANTS, OURS
 from bench.transfer.results import median_and_spread
@@ -46,30 +43,6 @@ class Result:
     @property
     def total_s(self) -> float:
         return self.stall_s + self.redone_s + self.down_s
-
-
-class ResultsFile:
-    """All runs so far; threads append new ones to the file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lock = threading.Lock()
-        self.results: list[Result] = []
-        if path.exists():
-            for line in path.read_text().splitlines():
-                self.results.append(Result(**json.loads(line)))
-
-    def has(self, contestant: str, size: str, repeat: int) -> bool:
-        return any(
-            (r.contestant, r.size, r.repeat) == (contestant, size, repeat) and not r.problem
-            for r in self.results
-        )
-
-    def add(self, result: Result) -> None:
-        with self._lock:
-            self.results.append(result)
-            with open(self._path, "a") as file:
-                file.write(json.dumps(asdict(result)) + "\n")
 
 
 def of_size(results: Sequence[Result], size: str) -> dict[str, list[Result]]:

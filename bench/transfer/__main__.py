@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -113,13 +113,13 @@ class Bench:
         sink.certificates(data)
         sink_objects(cases(is_quick=True)[0].workload, data)  # makes the pattern
 
-    def run(self, case: Case, names: Sequence[str], file: ResultsFile) -> None:
+    def run(self, case: Case, names: Sequence[str], file: ResultsFile[Result]) -> None:
         repeats = max(case.repeats_min, min(self._options.repeats, case.repeats_max))
         due = [
             (repeat, name)
             for repeat in range(repeats)
             for name in names
-            if not file.has(case.name, name, repeat)
+            if not file.has(case=case.name, contestant=name, repeat=repeat)
         ]
         if not due:
             return
@@ -276,23 +276,12 @@ def plot(path: Path, build: Path) -> None:
     subprocess.run([str(interpreter("plot", build)), str(script), str(path), str(PLOT)], check=True)
 
 
-def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small files, once; ignore noise")
-    parser.add_argument(
-        "--repeats", type=int, default=0, help="repetitions of each case (3; with --quick 1)"
-    )
+def add_options(parser: argparse.ArgumentParser, *, quick: str) -> None:
+    """The options of a benchmark with contestants; ``quick`` is the help of ``--quick``."""
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--repeats", type=int, default=0, help="repetitions (3; with --quick 1)")
     parser.add_argument("--only", nargs="+", default=[], metavar="CONTESTANT")
-    parser.add_argument(
-        "--cases",
-        nargs="+",
-        default=[],
-        metavar="CASE",
-        help="cases to run; --list shows the names",
-    )
-    parser.add_argument(
-        "--list", action="store_true", help="print the names of contestants and cases, and exit"
-    )
+    parser.add_argument("--list", action="store_true", help="print the names, and exit")
     parser.add_argument("--json", type=Path, help="results file; its runs are not repeated")
     parser.add_argument("--fresh", action="store_true", help="start with an empty results file")
     parser.add_argument(
@@ -301,14 +290,31 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--write", action="store_true", help="write tables and plot into docs/performance/"
     )
+
+
+def parse(parser: argparse.ArgumentParser, contestants: Container[str]) -> argparse.Namespace:
+    """The arguments of the command line, which names these contestants only."""
     options = parser.parse_args()
     options.repeats = options.repeats or (1 if options.quick else 3)
     if options.write and options.quick:
         parser.error("--write does not accept the results of --quick")
     for name in options.only:
-        if name not in CONTESTANTS:
+        if name not in contestants:
             parser.error(f"unknown contestant {name!r}; --list shows the names")
     return options
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
+    add_options(parser, quick="small files, once; ignore noise")
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        default=[],
+        metavar="CASE",
+        help="cases to run; --list shows the names",
+    )
+    return parse(parser, CONTESTANTS)
 
 
 def main() -> None:
@@ -322,7 +328,7 @@ def main() -> None:
     path = options.json or build / ("quick.jsonl" if options.quick else "results.jsonl")
     if options.fresh:
         path.unlink(missing_ok=True)
-    file = ResultsFile(path)
+    file = ResultsFile(path, Result)
     chosen = [case for case in wanted if not options.cases or case.name in options.cases]
     names = {
         case.name: [

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import statistics
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from bench.transfer.cases import Case, reference_of
 from bench.transfer.contestants import CONTESTANTS, OURS
@@ -50,25 +52,36 @@ class Result:
         return self.cpu_s / (self.size_bytes / 1e9)
 
 
-class ResultsFile:
-    """All runs so far; new ones are appended to the file."""
+Run = TypeVar("Run", bound=Any)
 
-    def __init__(self, path: Path) -> None:
+
+class ResultsFile(Generic[Run]):
+    """All runs so far; threads append new ones to the file.
+
+    Args:
+        kind: the dataclass of a run.
+    """
+
+    def __init__(self, path: Path, kind: type[Run]) -> None:
         self._path = path
-        self.results: list[Result] = []
+        self._lock = threading.Lock()
+        self.results: list[Run] = []
         if path.exists():
             for line in path.read_text().splitlines():
-                self.results.append(Result(**json.loads(line)))
+                self.results.append(kind(**json.loads(line)))
 
-    def has(self, case: str, contestant: str, repeat: int) -> bool:
+    def has(self, **fields: object) -> bool:
+        """Whether a run has these values of its fields."""
         return any(
-            (r.case, r.contestant, r.repeat) == (case, contestant, repeat) for r in self.results
+            all(getattr(result, name) == value for name, value in fields.items())
+            for result in self.results
         )
 
-    def add(self, result: Result) -> None:
-        self.results.append(result)
-        with open(self._path, "a") as file:
-            file.write(json.dumps(asdict(result)) + "\n")
+    def add(self, result: Run) -> None:
+        with self._lock:
+            self.results.append(result)
+            with open(self._path, "a") as file:
+                file.write(json.dumps(asdict(result)) + "\n")
 
 
 def median_and_spread(values: Sequence[float], form: str) -> str:
