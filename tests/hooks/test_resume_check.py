@@ -125,12 +125,16 @@ def check(
     )
 
 
-def test_every_loss_that_was_printed_is_compared(
-    tmp_path: Path, held: Callable[[str], None]
+@pytest.mark.parametrize(("late", "end"), [("_read_lines", "stays"), ("_receive", "leaves")])
+def test_every_loss_and_the_saved_checkpoint_count(
+    tmp_path: Path, held: Callable[[str], None], late: str, end: str
 ) -> None:
-    """All losses count even if the checkpoint is sealed before any line of output is read."""
-    held("_read_lines")
-    report = check(tmp_path, TRAINER, "stays")
+    """The checkpoint is sealed before any line of output is read.
+
+    Or the trainer saves and exits, and the exit code is read before the answer on the socket.
+    """
+    held(late)
+    report = check(tmp_path, TRAINER, end)
     assert report.saved_steps == [KILL_AT]
     assert report.losses == STEPS
 
@@ -143,16 +147,6 @@ def test_a_process_that_survives_the_kill_does_not_block_the_check(
     report = check(tmp_path, LAUNCHER, str(holders), "-c", TRAINER, "stays", has_launcher=True)
     assert report.losses == STEPS
     assert len(holders.read_text().splitlines()) == 3
-
-
-def test_a_trainer_that_saves_and_exits_has_saved(
-    tmp_path: Path, held: Callable[[str], None]
-) -> None:
-    """The exit code is read before the answer on the socket: the saved checkpoint counts."""
-    held("_receive")
-    report = check(tmp_path, TRAINER, "leaves")
-    assert report.saved_steps == [KILL_AT]
-    assert report.losses == STEPS
 
 
 def test_the_reason_of_a_failed_save_is_reported(

@@ -510,14 +510,21 @@ def test_bytes_of_a_repeated_request_do_not_make_progress_negative(flush: FlushR
 # ---------------------------------------------------------------------- concurrency
 
 
-def test_a_flush_begins_with_few_workers(tmp_path: Path) -> None:
-    """The concurrency limit does not grow before the rate is sampled."""
+@pytest.mark.parametrize(("judged", "workers"), [(0, FIRST), (16, 8)])
+def test_a_flush_begins_with_few_workers(tmp_path: Path, judged: int, workers: int) -> None:
+    """The concurrency limit does not grow before the rate is sampled.
+
+    After another flush it begins with half of its workers: an evacuation does not learn again what the last
+    flush of this store has learned.
+    """
     flush = FlushRig(tmp_path, connections=20, monotonic=lambda: 100.0)
+    if judged:
+        flush.engine._limit._judged = judged
     held = flush.hold()
     flush.started(staged_set(flush.run_directory, small_files(20)))
-    flush.wait_for_creates(FIRST)
-    until(lambda: flush.engine._idle == 20 - FIRST, what="the other workers to wait")
-    assert flush.store.count("create") == FIRST
+    flush.wait_for_creates(workers)
+    until(lambda: flush.engine._idle == 20 - workers, what="the other workers to wait")
+    assert flush.store.count("create") == workers
     held.set()
     assert isinstance(flush.outcome(), Flushed)
 
@@ -556,15 +563,3 @@ def test_the_bytes_of_a_growing_set_are_counted_on(flush: FlushRig) -> None:
     flush.flushed(staged)
     assert moved == sorted(moved)
     assert moved[-1] > 0
-
-
-def test_a_flush_begins_with_half_of_the_workers_of_the_one_before(tmp_path: Path) -> None:
-    """An evacuation does not learn again what the last flush of this store has learned."""
-    flush = FlushRig(tmp_path, connections=20, monotonic=lambda: 100.0)
-    flush.engine._limit._judged = 16
-    held = flush.hold()
-    flush.started(staged_set(flush.run_directory, small_files(20)))
-    flush.wait_for_creates(8)
-    until(lambda: flush.engine._idle == 20 - 8, what="the other workers to wait")
-    held.set()
-    assert isinstance(flush.outcome(), Flushed)
