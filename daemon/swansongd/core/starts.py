@@ -104,13 +104,13 @@ def see(transition: Transition, start_id: str, began_ticks: int = 0) -> Start:
     """
     state = transition.state
     known = state.start_of(start_id)
-    if known is not None and known.is_live:
-        return known
-    is_late = _is_late(state, start_id, began_ticks)
-    seen = replace(known or Start(id=start_id), is_live=not is_late, is_of_boot=True)
+    if known is not None and (known.is_live or known.members):
+        return known  # its place among the launches stays
+    seen = replace(known or Start(id=start_id), is_live=True, is_of_boot=True)
     seen = replace(seen, is_open=not _is_fenced(state, seen))
     others = tuple(start for start in state.starts.known if start.id != start_id)
     if seen.generation is None:
+        is_late = _is_late(state, start_id, began_ticks)
         may_reconnect = arrival.has_just_started(state, transition.now)
         later = [
             start
@@ -121,7 +121,7 @@ def see(transition: Transition, start_id: str, began_ticks: int = 0) -> Start:
         ]
         earlier = others[: others.index(later[0])] if later else others
         is_overtaken = any(start.generation is not None for start in later)
-        seen = replace(seen, is_open=not is_overtaken)
+        seen = replace(seen, is_open=not is_overtaken, is_live=not is_late)
         _set_starts(transition, (*earlier, seen, *others[len(earlier) :]))
         transition.log("info", "start_seen", start=start_id)
         if not (later or is_late):

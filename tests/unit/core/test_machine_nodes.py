@@ -574,6 +574,16 @@ def test_a_process_of_an_abandoned_launch_takes_nothing_from_the_launch_that_wai
     assert node.state.commits.last_complete == CommitRef(3, 9)
 
 
+def test_a_process_of_an_abandoned_launch_takes_nothing_when_it_reconnects() -> None:
+    """Also while no rank of the newest launch is connected."""
+    node = with_another_launch()
+    node.leave(1)
+    node.leave(2, exited=False)
+    node.join(3, rank=1, nodes=2, pid=200, start_id="abandoned")
+    assert not node.all(CancelFlush)
+    assert len(node.all(ClaimGeneration)) == 1
+
+
 def test_a_process_of_an_abandoned_launch_makes_no_job_with_one_vm_left_begin_early() -> None:
     """Its start has no ranks on other VMs, and does not claim before the sets are committed."""
     node = started()
