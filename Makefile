@@ -104,10 +104,8 @@ fuzz: $(STAMP)  ## fuzz the parsers of external input, with EXAMPLES=5000 inputs
 
 SEEDS ?= 200
 
-simulate: $(STAMP)  ## run the simulations with SEEDS=200 seeds each
-	SWANSONG_SEEDS=$(SEEDS) SWANSONG_FOLLOW_UP_SEEDS=$(SEEDS) SWANSONG_PRODUCTION_SEEDS=$(SEEDS) \
-		SWANSONG_HOSTILE_SEEDS=$(SEEDS) SWANSONG_JOB_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n 2 --dist worksteal \
-		--timeout=$$((600 + 10 * $(SEEDS))) tests/simulation $(PYTEST_ARGS)
+simulate: $(STAMP)  ## run SEEDS=200 seeds of each simulator on all cores; a second call continues
+	$(BIN)/python -m testkit.simulation many $(SEEDS) $(SIMULATORS)
 
 JAX := build/jax/.installed
 

@@ -16,13 +16,13 @@ from typing import Any
 TIMEOUT_S = 60.0
 
 
-def forked(function: Callable[[], Any]) -> Any:
+def forked(function: Callable[[], Any], timeout_s: float = TIMEOUT_S) -> Any:
     """The result of ``function`` in a fork, as JSON.
 
     It can use only modules that are imported already, if it changes its user.
 
     Raises:
-        AssertionError: the function raised, with its traceback, or ran longer than a minute.
+        AssertionError: the function raised, with its traceback, or ran longer than the timeout.
     """
     reader, writer = os.pipe()
     pid = os.fork()
@@ -39,7 +39,7 @@ def forked(function: Callable[[], Any]) -> Any:
             os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as stream:
-        if not select.select([stream], [], [], TIMEOUT_S)[0]:
+        if not select.select([stream], [], [], timeout_s)[0]:
             os.kill(pid, signal.SIGKILL)
         data = stream.read()
     _, status = os.waitpid(pid, 0)

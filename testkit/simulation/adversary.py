@@ -10,31 +10,19 @@ each SAFE names intact bytes, and no trainer starts from scratch.
 A **hostile user** of ``trainer.users`` sends messages, and writes to staging.  It can spoil the checkpoints
 of its run.  All daemons and all stored bytes survive it, it gets no file outside of staging into the bucket,
 and the operator's commands are answered.  An **outsider** gets nothing on the socket but a refusal.
-
-    python -m testkit.simulation.adversary FIRST COUNT [--stop]
 """
 
 from __future__ import annotations
 
-import os
-import sys
-
 from testkit.simulation import schedule
-
-if __name__ == "__main__":
-    schedule.fix_hashes()
-if "SWANSONG_ADVERSARY_MUTANT" in os.environ:
-    from testkit.simulation import adversary_mutants, core_mutants
-
-    number = int(os.environ["SWANSONG_ADVERSARY_MUTANT"])
-    mutants = adversary_mutants.MUTANTS + adversary_mutants.NOT_FOUND
-    sys.meta_path.insert(0, core_mutants.Finder(mutants[number]))
 
 schedule.install()  # before the production code
 
 # ruff: noqa: E402
+import codecs
 import dataclasses
 import json
+import os
 import resource
 import shutil
 import socket
@@ -73,9 +61,18 @@ from swansongd.trainers.peers import Peer
 from testkit.committed import tree
 from testkit.memory_store import MemoryStore
 from testkit.records import KEY, record_of
-from testkit.simulation import production  # installs the schedule
 from testkit.simulation.production import FILE_BYTES, LAST, RUN, Training, Vm, World
 
+for _encoding in (
+    "utf-16",
+    "utf-16-be",
+    "utf-16-le",
+    "utf-32",
+    "utf-32-be",
+    "utf-32-le",
+    "utf-8-sig",
+):
+    codecs.lookup(_encoding)  # of JSON
 KEYS = RunKeys(RUN)
 USER, OUTSIDER = 4001, 4002
 FIRST_PID = 5_000_000
@@ -804,6 +801,3 @@ _TOOLS: dict[str, Callable[[ObjectStore], Any]] = {
     "mirror": _mirrored,
     "prune": _pruned,
 }
-
-if __name__ == "__main__":
-    sys.exit(production.main(HostileWorld))

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks at the edge that are removed on purpose, each of which the adversary must find.
 
-``python -m testkit.simulation.adversary_mutants SEEDS [NUMBER ...]`` works as ``production_mutants``.
+``python -m testkit.simulation mutants adversary SEEDS [NUMBER ...]`` tries them.
 """
 
 from __future__ import annotations
 
-import sys
-
-from testkit.simulation import production_mutants
 from testkit.simulation.core_mutants import Mutant
 
 MUTANTS = (
@@ -41,6 +38,3 @@ NOT_FOUND = (
     Mutant("swansongd.staging.scan", "    if kind not in (stat.S_IFREG, stat.S_IFDIR):", "    if False:"),
 )  # fmt: skip
 """Numbered after the others.  They survive 3 seeds of their actor."""
-
-if __name__ == "__main__":
-    sys.exit(production_mutants.main(MUTANTS, NOT_FOUND, "adversary"))

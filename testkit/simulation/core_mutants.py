@@ -1,22 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors put into the decision core on purpose, each of which the random histories must find.
 
-``python -m testkit.simulation.core_mutants 300`` runs up to 300 seeds against each mutant, and prints the
+``python -m testkit.simulation mutants core 300`` runs up to 300 seeds against each mutant, and prints the
 seed that finds it.  A change of a mutated line changes its mutant too.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import multiprocessing
-import os
-import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import NamedTuple
@@ -130,49 +124,3 @@ class Finder(importlib.abc.MetaPathFinder):
         return importlib.util.spec_from_file_location(
             fullname, file, loader=_Loader(fullname, file, self._mutant)
         )
-
-
-def finds(seeds: int, only: list[str] | None, number: int) -> str:
-    """The first history that finds this mutant, or nothing.  For a process that has not imported the core."""
-    sys.meta_path.insert(0, Finder(MUTANTS[number]))
-    import structlog
-
-    from testkit.simulation.histories import failure_of
-
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
-    for seed in range(seeds):
-        for name, every in (("live", 1), ("honest", 2), ("fleet", 16)):
-            if seed % every or (only and name not in only):
-                continue
-            failure = failure_of(name, seed)
-            if failure:
-                return f"{name} seed {seed}: {failure}"
-    return ""
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("seeds", type=int)
-    parser.add_argument("--only", type=int, action="append", help="number of a mutant")
-    parser.add_argument("--history", action="append", help="only this one")
-    parser.add_argument("--processes", type=int, default=os.cpu_count())
-    given = parser.parse_args()
-    numbers = given.only or range(len(MUTANTS))
-    survivors = 0
-    fresh = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(given.processes, fresh, max_tasks_per_child=1) as pool:
-        for number, found in zip(
-            numbers, pool.map(partial(finds, given.seeds, given.history), numbers), strict=True
-        ):
-            survivors += not found
-            mutant = MUTANTS[number]
-            print(
-                f"{number} {mutant.module}: {mutant.after.strip()[:50]!r}: {found or 'survives'}",
-                flush=True,
-            )
-    print(f"{len(numbers) - survivors} of {len(numbers)} were found")
-    return 1 if survivors else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

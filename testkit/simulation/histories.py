@@ -1,20 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random histories of one VM, each decided by its seed, for the tests, the mutants and long runs.
-
-``python -m testkit.simulation.histories 0 20000`` runs these seeds of both histories of one VM and of the
-history of several VMs, in all processors, and prints those that fail.
-"""
+"""Random histories of the decision core and of retention, each decided by its seed."""
 
 from __future__ import annotations
 
-import argparse
-import os
 import random
-import sys
-import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from functools import cache
 
 import structlog
 from swansong_bucket.model import GpuHealth, Severity, Verdict
@@ -22,6 +13,7 @@ from swansongd.core import planner
 from swansongd.observe.margin import problem_of
 from swansongd.observe.tally import Figures
 
+from testkit.simulation import retention
 from testkit.simulation.bucket import Broken
 from testkit.simulation.fleet import SLOWEST, Fleet
 from testkit.simulation.world import LOAD_S, RESERVE_S, SETTLE_S, World
@@ -352,6 +344,28 @@ def reconnects(seed: int) -> World:
     return world
 
 
+def live_with_gpu(seed: int) -> World:
+    """Training on a GPU that degrades, fails, flaps and recovers around a notice."""
+    world, weather = World(seed, trainer=None), random.Random(f"gpu {seed}")
+    world.gpu_becomes(GpuHealth.OK, within_s=0.01)
+    world.run(1000 + weather.uniform(10, 60))
+    for turn in range(weather.randrange(1, 6)):
+        world.gpu_becomes(weather.choice(tuple(GpuHealth)))
+        world.run(world.now + weather.choice((0.1, 2.0, 15.0)))
+        if turn == 1:
+            world.raise_notice(weather.choice((30.0, 120.0)))
+            world.run(world.now + weather.uniform(0.1, 10))
+        if weather.random() < 0.2:
+            world.stop_daemon()
+        if weather.random() < 0.2:
+            world.restart_trainer()
+    world.gpu_becomes(GpuHealth.LOST)
+    world.run(world.now + weather.choice((0.7, 20.0)))
+    world.raise_notice(30.0, source="gcp.preempted")
+    world.run(world.now + 40)
+    return world
+
+
 def live_fleet(seed: int) -> Fleet:
     """Several VMs: notices, losses and restarts for some minutes, then training without faults.
 
@@ -408,12 +422,22 @@ def _hands_over(fleet: Fleet) -> None:
         )
 
 
+_prune = cache(retention.code)
+
+
+def retained(seed: int) -> retention.World:
+    """Writers, operators and prunes of one bucket."""
+    return retention.run_history(seed, _prune())
+
+
 HISTORIES: dict[str, Callable[[int], object]] = {
     "live": live,
     "honest": honest,
     "fits": fits,
     "reconnects": reconnects,
+    "gpu": live_with_gpu,
     "fleet": live_fleet,
+    "retention": retained,
 }
 
 
@@ -426,35 +450,6 @@ def failure_of(name: str, seed: int) -> str:
     return ""
 
 
-def _timed_failure(name: str, seed: int) -> tuple[int, str, float]:
+def silence() -> None:
+    """Log nothing but critical errors."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
-    begun_s = time.process_time()
-    return seed, failure_of(name, seed), time.process_time() - begun_s
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("first", type=int)
-    parser.add_argument("end", type=int)
-    parser.add_argument("--history", choices=HISTORIES, action="append")
-    parser.add_argument("--processes", type=int, default=os.cpu_count())
-    given = parser.parse_args()
-    failures = 0
-    with ProcessPoolExecutor(given.processes) as pool:
-        for name in given.history or HISTORIES:
-            spent_s = 0.0
-            seeds = range(given.first, given.end)
-            for seed, failure, took_s in pool.map(
-                partial(_timed_failure, name), seeds, chunksize=20
-            ):
-                spent_s += took_s
-                if failure:
-                    failures += 1
-                    print(f"{name} seed {seed}: {failure}", flush=True)
-            per_1000_s = 1000 * spent_s / max(1, len(seeds))
-            print(f"{name}: {len(seeds)} seeds, {per_1000_s:.0f} CPU s per 1,000", flush=True)
-    return 1 if failures else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors put into the agreement and into the commits of several VMs, each of which the jobs must find.
 
-``python -m testkit.simulation.job_mutants SEEDS [NUMBER ...]`` works as ``production_mutants``.
+``python -m testkit.simulation mutants jobs SEEDS [NUMBER ...]`` tries them.
 """
 
 from __future__ import annotations
 
-import sys
-
-from testkit.simulation import production_mutants
 from testkit.simulation.core_mutants import Mutant
 
 MUTANTS = (
@@ -48,6 +45,3 @@ NOT_FOUND = (
            "number, made = self._number, None"),
 )  # fmt: skip
 """Numbered after the others.  They survive 8 seeds."""
-
-if __name__ == "__main__":
-    sys.exit(production_mutants.main(MUTANTS, NOT_FOUND, "production_job"))

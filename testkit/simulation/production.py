@@ -17,38 +17,26 @@ are checked at the instant: a sealed set is durable, a committed step is inherit
 :mod:`testkit.simulation.production_job` runs jobs of several VMs and ranks in the same world.  Not covered:
 inotify, and what needs real processes.
 
-    python -m testkit.simulation.production FIRST COUNT [--stop]
-
-The command prints one line of JSON for each seed, and exits with 1 if a seed shows a problem.  With
-``--stop`` this seed is the last.  ``SWANSONG_SIMULATION_LOG=1`` prints the log of the daemons.
+``python -m testkit.simulation play production FIRST COUNT`` runs these seeds.  With
+``SWANSONG_SIMULATION_LOG=1`` it prints the log of the daemons.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-
 from testkit.simulation import schedule
 
-if __name__ == "__main__":
-    schedule.fix_hashes()
 schedule.install()  # before the production code
-if "SWANSONG_PRODUCTION_MUTANT" in os.environ:
-    from testkit.simulation import core_mutants, production_mutants
-
-    number = int(os.environ["SWANSONG_PRODUCTION_MUTANT"])
-    mutants = production_mutants.MUTANTS + production_mutants.NOT_FOUND
-    sys.meta_path.insert(0, core_mutants.Finder(mutants[number]))
 
 # ruff: noqa: E402
 import errno
-import faulthandler
 import gc
 import hashlib
 import json
+import os
 import select
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -69,7 +57,7 @@ from swansong_bucket.format import wall
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.model import CommitRef, DeadlineQuality, Notice, Severity
 from swansong_bucket.runs import catalog, commit
-from swansong_bucket.stores import base
+from swansong_bucket.stores import base, checksums
 from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.transfer import target
 from swansongd.config.config import parse
@@ -92,8 +80,8 @@ from testkit.memory_store import MemoryStore
 from testkit.simulation import disk
 from testkit.simulation.disk import Disk
 from testkit.simulation.metadata import EMULATORS, Cloud
-from testkit.simulation.schedule import Schedule
 
+checksums.load()
 RUN = "run"
 FILES = ("weights.bin", "optimizer.bin")
 CONSTANT = "vocabulary.txt"
@@ -126,8 +114,6 @@ SILENCE_S = 60.0
 """Longest time for which a VM waits for a silent one before it, in place of 15 minutes."""
 AGEING = 200
 """With retention, one second of the clock ages objects by this number of seconds."""
-SEED_LIMIT_S = 300.0
-"""Real time after which a seed counts as a hang.  It needs two seconds of an idle CPU."""
 
 
 def content(line: str, step: int, name: str, rank: int = 0) -> bytes:
@@ -429,7 +415,7 @@ class World:
     """Features that a run may have configured."""
 
     def __init__(self, seed: int, directory: Path) -> None:
-        self.schedule = Schedule(seed)
+        self.schedule = schedule.Schedule(seed)
         self.random = self.schedule.random
         self.directory = directory
         self.features = {each for each in self.all_features if self.random.random() < 0.35}
@@ -980,6 +966,8 @@ def _patch(world: World) -> None:
     for call in set().union(*DISK_ERRORS.values()):
         setattr(os, call, world.on_disk(call))
     prepare._lock = lambda *_: None  # a killed daemon may leave its descriptor open
+    # The paths differ from run to run, and with an id of them the ids of all requests.
+    prepare.RunDirectory.vm = lambda _, boot_id: boot_id  # type: ignore[method-assign]
     peers.identify = world.identify
     peers.process_start = world.process_start
     signal_reader.handle = lambda *_: None
@@ -1007,6 +995,7 @@ def _patch(world: World) -> None:
 def simulate(seed: int, kind: type[World] = World) -> dict[str, Any]:
     """Run one seed in this process, which has to end afterwards because threads remain."""
     gc.disable()  # it would close sockets at other times in each run
+    imported = set(sys.modules)
     with tempfile.TemporaryDirectory(prefix="sim-", ignore_cleanup_errors=True) as name:
         world = kind(seed, Path(name))
         _patch(world)
@@ -1017,6 +1006,8 @@ def simulate(seed: int, kind: type[World] = World) -> dict[str, Any]:
         finally:
             world.schedule.stop()
         world.problems += ["".join(traceback.format_exception(e)) for e in world.schedule.failures]
+    if late := sorted(set(sys.modules) - imported):  # its turns depend on the files of this machine
+        world.problems.append(f"imported during the run, and not before it: {late}")
     return {
         "seed": seed,
         "problems": world.problems,
@@ -1024,41 +1015,3 @@ def simulate(seed: int, kind: type[World] = World) -> dict[str, Any]:
         "switches": world.schedule.switches,
         "seconds": round(world.schedule.now_s - 10_000, 1),
     }
-
-
-def forked(seed: int, kind: type[World] = World) -> dict[str, Any]:
-    """Simulate a seed in a fork, which leaves no thread behind."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            faulthandler.dump_traceback_later(SEED_LIMIT_S - 5)
-            os.write(writer, json.dumps(simulate(seed, kind)).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with open(reader) as stream:
-        is_ready = select.select([stream], [], [], SEED_LIMIT_S)[0]
-        text = stream.read() if is_ready else ""
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    if text:
-        result: dict[str, Any] = json.loads(text)
-        return result
-    return {"seed": seed, "problems": ["the run hangs, or ended without a result"], "counts": {}}
-
-
-def main(kind: type[World] = World) -> int:
-    first, count = int(sys.argv[1]), int(sys.argv[2])
-    found = 0
-    for seed in range(first, first + count):
-        result = forked(seed, kind)
-        print(json.dumps(result), flush=True)
-        found += bool(result["problems"])
-        if found and "--stop" in sys.argv:
-            break
-    return 1 if found else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,29 +9,13 @@ late.  A launcher kills all ranks after the death of one, and starts the job aga
 perhaps with one rank more or less.
 
 Not covered: saves without lost ranks, which need torch, and rollbacks.
-
-    python -m testkit.simulation.production_job FIRST COUNT [--stop]
 """
 
 from __future__ import annotations
 
-import os
-import sys
-
-from testkit.simulation import schedule
-
-if __name__ == "__main__":
-    schedule.fix_hashes()
-if "SWANSONG_PRODUCTION_JOB_MUTANT" in os.environ:
-    from testkit.simulation import core_mutants, job_mutants
-
-    number = int(os.environ["SWANSONG_PRODUCTION_JOB_MUTANT"])
-    mutants = job_mutants.MUTANTS + job_mutants.NOT_FOUND
-    sys.meta_path.insert(0, core_mutants.Finder(mutants[number]))
-
 # ruff: noqa: I001
-from testkit.simulation import production  # before the production code
 
+import os
 import select
 import socket
 from collections.abc import Callable, Iterable
@@ -49,7 +33,6 @@ from swansong._ranks import rendezvous
 from swansong._ranks.rendezvous import Rendezvous
 from swansong.layout import RankManifest
 from swansong.state import Snapshots
-from swansong_bucket.stores import checksums
 from swansongd.trainers.connection import PeerConnection
 from swansongd.trainers.peers import Peer
 
@@ -58,7 +41,6 @@ from testkit.memory_store import MemoryStore
 from testkit.simulation.production import Training, Vm, World, forget
 from testkit.simulation.schedule import Schedule
 
-checksums.load()  # a second daemon would block at the import of the first one
 LATE_S = 20.0
 """A late request reaches the bucket at most this much later."""
 START_S = 300.0
@@ -546,7 +528,3 @@ class JobWorld(World):
             for vm in group:
                 if vm.safes == before[vm]:
                     self.problems.append(f"without faults, a notice on {vm.name} did not end SAFE")
-
-
-if __name__ == "__main__":
-    sys.exit(production.main(JobWorld))

@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors put into the production code on purpose, each of which the simulation must find.
 
-``python -m testkit.simulation.production_mutants SEEDS [NUMBER ...]`` runs up to ``SEEDS`` seeds against each
+``python -m testkit.simulation mutants production SEEDS [NUMBER ...]`` runs up to ``SEEDS`` seeds against each
 mutant, and exits with 1 if one is not found.
 """
 
 from __future__ import annotations
-
-import json
-import os
-import subprocess
-import sys
 
 from testkit.simulation.core_mutants import Mutant
 
@@ -181,48 +176,3 @@ NOT_FOUND = (
            "0"),
 )  # fmt: skip
 """Numbered after the others.  No run has found them."""
-
-
-def finds(number: int, seeds: int, world: str = "production") -> str:
-    """The first seed that finds this mutant, and the problem; empty if no seed finds it.
-
-    Args:
-        world: the module of the simulation.
-    """
-    done = subprocess.run(
-        [sys.executable, "-m", f"testkit.simulation.{world}", "0", str(seeds), "--stop"],
-        env={**os.environ, f"SWANSONG_{world.upper()}_MUTANT": str(number)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        check=False,
-    )
-    results = [json.loads(line) for line in done.stdout.splitlines()]
-    for result in results:
-        if result["problems"]:
-            return f"seed {result['seed']}: {result['problems'][0].strip().splitlines()[-1][:150]}"
-    if len(results) < seeds:
-        raise SystemExit(f"mutant {number} cannot run")
-    return ""
-
-
-def main(
-    wanted: tuple[Mutant, ...] = MUTANTS,
-    not_found: tuple[Mutant, ...] = NOT_FOUND,
-    world: str = "production",
-) -> int:
-    seeds = int(sys.argv[1])
-    numbers = [int(each) for each in sys.argv[2:]] or range(len(wanted))
-    mutants = wanted + not_found
-    survivors = 0
-    for number in numbers:
-        found = finds(number, seeds, world)
-        survivors += not found
-        mutant = mutants[number]
-        name = f"{number} {mutant.module}: {mutant.before.strip()[:50]!r}"
-        print(f"{name}: {found or 'survives'}", flush=True)
-    return 1 if survivors else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

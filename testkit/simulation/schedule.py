@@ -108,7 +108,7 @@ class Schedule:
         self.wait(None, None)
 
     def switch_at_lock(self) -> None:
-        if self.random.random() < _LOCK_SWITCH_SHARE:
+        if self._switches_at_lock():
             self.switch()
 
     def sleep(self, seconds: float) -> None:
@@ -155,21 +155,37 @@ class Schedule:
         self.switches += 1
         if self.switches > self._switches_max:
             raise Deadlock(f"no end after {self.switches} turns: {self._names()}")
-        self.now_s += self.random.random() * _SWITCH_S_MAX
+        self.now_s += self._turn_share() * _SWITCH_S_MAX
         while True:
-            tasks = self.tasks[:]
-            while tasks:  # the first in a random order: to poll the sockets of all is slow
-                index = int(self.random.random() * len(tasks))
-                if tasks[index].may_run(self.now_s):
-                    return tasks[index]
-                tasks[index] = tasks[-1]
-                del tasks[-1]
+            chosen = self._next()
+            if chosen is not None:
+                return chosen
             deadlines = [
                 t.deadline_s for t in self.tasks if t.deadline_s is not None and not t.is_frozen
             ]
             if not deadlines:
                 raise Deadlock(f"all threads wait: {self._names()}")
             self.now_s = max(self.now_s, min(deadlines))
+
+    # The three decisions about turns, which testkit.simulation.choices notes and replays.
+
+    def _switches_at_lock(self) -> bool:
+        return self.random.random() < _LOCK_SWITCH_SHARE
+
+    def _turn_share(self) -> float:
+        """The time that this turn takes, as a share of the longest one."""
+        return self.random.random()
+
+    def _next(self) -> Task | None:
+        """A thread that can run now, if there is one."""
+        tasks = self.tasks[:]
+        while tasks:  # the first in a random order: to poll the sockets of all is slow
+            index = int(self.random.random() * len(tasks))
+            if tasks[index].may_run(self.now_s):
+                return tasks[index]
+            tasks[index] = tasks[-1]
+            del tasks[-1]
+        return None
 
     def _names(self) -> str:
         return ", ".join(f"{t.group}/{t.name}" for t in self.tasks)

@@ -1,150 +1,85 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shrinks a failing history to the few choices that it needs.
+"""Shrinks a failing seed to the few choices that it needs.
 
-``python -m testkit.simulation.shrink live 120`` prints a script, to be pasted into a regression test, which
-calls :func:`replayed`.  A choice is one draw of a random generator, as a number from 0 to 1.  All choices
-outside of the script are calm: no fault happens, delays are the longest, and the first alternative is taken.
+The result is a script: ``python -m testkit.simulation replay`` runs it, and the tests run all scripts in
+``tests/simulation/scripts``.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import random
 import re
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from types import FrameType
-from unittest import mock
+from collections.abc import Callable, Iterable
 
-import structlog
+from testkit.simulation.choices import Choice, Choices, Script, Value, noted
+from testkit.simulation.simulators import Result, isolated
 
-from testkit.simulation.histories import HISTORIES, failure_of
-
-Choice = tuple[str, str, int]
-"""A generator, by its seed; the fault, or the function that draws; and the number of its draw."""
-Script = Mapping[Choice, float]
-"""The choices that are not calm, with their values."""
 RUNS_MAX = 4000
 """Number of runs after which the shortest script so far stands."""
-_CALM = 1 - 2**-53
-_HELPERS = frozenset({"chance", "delay_s", "at", "post", "<setcomp>"})
-_ID_BITS = 32
-"""Draws of this size are identifiers, which must differ."""
+Run = Callable[[int], Result]
 
 
-class _Draws(random.Random):
-    """A generator that notes its draws, or takes them from a script."""
+def replayed(run: Run, seed: int, script: Script | None) -> tuple[Result, dict[Choice, Value]]:
+    """The result of a seed with the choices of a script, or with its own, and those that were not calm."""
 
-    script: Script | None = None
-    made: dict[Choice, float]
+    def noting(seed: int) -> Result:
+        choices = Choices(script)
+        with noted(choices):
+            result = run(seed)
+        return result | {"choices": [[*choice, value] for choice, value in choices.made.items()]}
 
-    def __init__(self, seed: int | str) -> None:
-        super().__init__(seed)
-        self._name = str(seed)
-        self._counts: Counter[str] = Counter()
-
-    def _next(self, drawn: float, calm: float) -> float:
-        place = _place(sys._getframe(2))
-        self._counts[place] += 1
-        choice = self._name, place, self._counts[place]
-        if self.script is not None:
-            drawn = self.script.get(choice, calm)
-        if drawn != calm:
-            self.made[choice] = drawn
-        return drawn
-
-    def random(self) -> float:
-        return self._next(super().random(), _CALM)
-
-    def getrandbits(self, k: int) -> int:
-        drawn = super().getrandbits(k)
-        if k >= _ID_BITS:
-            return drawn
-        return int(self._next(drawn / 2**k, 0.0) * 2**k)
+    result = isolated(seed, noting)
+    return result, {(who, place, n): value for who, place, n, value in result.pop("choices", [])}
 
 
-def _place(frame: FrameType) -> str:
-    """The fault, or the function outside of the helpers, for which a number is drawn."""
-    while frame.f_globals is vars(random) or frame.f_code.co_name in _HELPERS:
-        if "fault" in frame.f_locals:
-            return str(frame.f_locals["fault"])
-        assert frame.f_back is not None
-        frame = frame.f_back
-    return frame.f_code.co_name
-
-
-@contextlib.contextmanager
-def _drawing(script: Script | None) -> Iterator[dict[Choice, float]]:
-    made: dict[Choice, float] = {}
-    kind = type("Draws", (_Draws,), {"script": script, "made": made})
-    with mock.patch.object(random, "Random", kind):
-        yield made
-
-
-def replayed(name: str, seed: int, script: Script) -> str:
-    """The violation of this history with the choices of a script; empty if it has none."""
-    with _drawing(script):
-        return failure_of(name, seed)
-
-
-def shrunk(name: str, seed: int, report: Callable[[str], None] = lambda _: None) -> Script:
-    """A script with which the history of a failing seed fails in the same way; each of its choices matters.
+def shrunk(run: Run, seed: int, report: Callable[[str], None] = lambda _: None) -> Script:
+    """A script with which a failing seed fails in the same way; each of its choices matters.
 
     Args:
-        name: of the history, one of :data:`~testkit.simulation.histories.HISTORIES`.
+        run: of a simulator.
         seed: the seed that fails.
         report: called with lines about the progress.
 
     Raises:
-        ValueError: the seed does not fail.
+        ValueError: the seed does not fail, or in another way with its own choices.
     """
-    with _drawing(None) as made:
-        failure = failure_of(name, seed)
-    if not failure:
-        raise ValueError(f"{name} seed {seed} does not fail")
-    choices, runs = dict(made), 0
+    result, choices = replayed(run, seed, None)
+    if not result["problems"]:
+        raise ValueError(f"seed {seed} does not fail")
+    kind, runs = _kind(result["problems"][0]), 0
+    report(f"{len(choices)} choices: {result['problems'][0].strip().splitlines()[-1]}")
 
-    def fails(kept: Script) -> bool:
-        nonlocal runs
-        runs += 1
-        return _kind(replayed(name, seed, kept)) == _kind(failure)
+    def drop(group: Iterable[Choice]) -> None:
+        nonlocal choices, runs
+        dropped = choices.keys() & set(group)
+        if dropped and runs < RUNS_MAX:
+            runs += 1
+            kept = {choice: value for choice, value in choices.items() if choice not in dropped}
+            found, made = replayed(run, seed, kept)
+            if kind in map(_kind, found["problems"]):
+                # A script may contain choices that its run no longer makes.
+                choices = {choice: value for choice, value in kept.items() if choice in made}
 
+    drop(choices)
+    # Most functions and most threads make no choice that matters.
+    for part in (1, 0):
+        for name, _ in Counter(choice[part] for choice in choices).most_common():
+            drop([choice for choice in choices if choice[part] == name])
+        report(f"{len(choices)} choices after {runs} runs")
     size = len(choices)
     while size and runs < RUNS_MAX:
         keys = list(choices)
-        before = len(keys)
-        for first in range(0, before, size):
-            chunk = keys[first : first + size]
-            kept = {key: value for key, value in choices.items() if key not in chunk}
-            if len(kept) < len(choices) and runs < RUNS_MAX and fails(kept):
-                choices = kept
+        for first in range(0, len(keys), size):
+            drop(keys[first : first + size])
         report(f"{len(choices)} choices after {runs} runs")
         if size > 1:
             size = max(1, min(size, len(choices)) // 2)
-        elif len(choices) == before:
+        elif len(choices) == len(keys):
             break
     return choices
 
 
-def _kind(failure: str) -> str:
+def _kind(problem: str) -> str:
     """The property that is violated, without steps and names."""
-    return re.sub(r"[^A-Za-z ]*[0-9][^ ]*", "", failure.partition(": ")[2] or failure)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("history", choices=HISTORIES)
-    parser.add_argument("seed", type=int)
-    given = parser.parse_args()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
-    script = shrunk(given.history, given.seed, lambda line: print(line, file=sys.stderr))
-    print(f"# {replayed(given.history, given.seed, script)}")
-    choices = "".join(f"    {choice}: {value!r},\n" for choice, value in script.items())
-    print(f"assert not replayed({given.history!r}, {given.seed}, {{\n{choices}}})")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    lines = problem.strip().splitlines()
+    return re.sub(r"None|\S*[^A-Za-z\s]\S*", "", lines[-1]) if lines else ""

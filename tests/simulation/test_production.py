@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seeded runs of the production daemon and the production hooks on a simulated clock.
 
-``SWANSONG_PRODUCTION_SEEDS=500`` runs more of them, ``SWANSONG_HOSTILE_SEEDS=500`` more with an adversary,
-and ``SWANSONG_JOB_SEEDS=500`` more jobs of several VMs.  ``SWANSONG_SEED=17`` starts at that seed.  A failure
-names its seed.
+``make simulate`` runs more of them.  A failure names its seed.
 """
 
 from __future__ import annotations
@@ -12,13 +10,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-FIRST = int(os.environ.get("SWANSONG_SEED", "0"))
-SEEDS = int(os.environ.get("SWANSONG_PRODUCTION_SEEDS", "6"))
-HOSTILE_SEEDS = int(os.environ.get("SWANSONG_HOSTILE_SEEDS", "4"))
-JOB_SEEDS = int(os.environ.get("SWANSONG_JOB_SEEDS", "4"))
+from testkit.simulation.sweep import PLAY, ROOT
+
 WANTED = {
     *("SAFE", "resumed", "daemon killed", "trainer killed", "reply lost", "VM frozen"),
     *("daemon ended", "power cut", "metadata fault"),
@@ -27,11 +24,14 @@ JOB_WANTED = {"SAFE", "resumed", "power off", "launcher started the job again", 
 KINDS = {"signed", "unsigned", "user", "both"}
 
 
-def run(first: int, count: int, world: str = "production", **environment: str) -> list[str]:
-    """The lines of the command of a simulation, one for each seed."""
+def run(
+    simulator: str, first: int, count: int, cwd: Path | None = None, hash_seed: str = "0"
+) -> list[str]:
+    """The lines of the command of a simulator, one for each seed."""
     done = subprocess.run(
-        [sys.executable, "-m", f"testkit.simulation.{world}", str(first), str(count)],
-        env={**os.environ, **environment},
+        [*PLAY, simulator, str(first), str(count)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120 + 20 * count,
@@ -59,21 +59,21 @@ def test_no_schedule_of_the_production_code_breaks_a_promise() -> None:
     No power cut lets a torn set count or loses a sealed one.  Each notice of the metadata service arrives in
     time, and none that it did not show.
     """
-    happened = happened_in(run(FIRST, SEEDS))
-    assert SEEDS < 6 or happened >= WANTED, f"never happened: {WANTED - happened}"
+    happened = happened_in(run("production", 0, 6))
+    assert happened >= WANTED, f"never happened: {WANTED - happened}"
 
 
 @pytest.mark.fault("S25")
 def test_no_adversary_exceeds_its_rights() -> None:
     """Each fourth seed has a bucket writer and a key, one without a key, a hostile user, or two of them."""
-    happened = happened_in(run(FIRST, HOSTILE_SEEDS, "adversary"))
-    assert HOSTILE_SEEDS < 4 or happened >= KINDS, f"never happened: {KINDS - happened}"
+    happened = happened_in(run("adversary", 0, 4))
+    assert happened >= KINDS, f"never happened: {KINDS - happened}"
 
 
 def test_no_schedule_of_a_job_over_several_vms_breaks_a_promise() -> None:
     """SAFE holds for all ranks, no rank loads a mixed checkpoint, and a calm job ends SAFE on each VM."""
-    happened = happened_in(run(FIRST, JOB_SEEDS, "production_job"))
-    assert JOB_SEEDS < 4 or happened >= JOB_WANTED, f"never happened: {JOB_WANTED - happened}"
+    happened = happened_in(run("jobs", 0, 4))
+    assert happened >= JOB_WANTED, f"never happened: {JOB_WANTED - happened}"
 
 
 LOST_TURN = """
@@ -136,8 +136,8 @@ def test_a_thread_that_is_killed_while_it_passes_its_turn_on_never_runs_again() 
     assert done.returncode == 0
 
 
-def test_a_seed_repeats_exactly() -> None:
-    """Two processes with different hash seeds print the same line for a seed."""
-    for count, module in ((2, "production"), (1, "production_job")):
-        first = run(FIRST, count, module, PYTHONHASHSEED="1")
-        assert first == run(FIRST, count, module, PYTHONHASHSEED="random")
+def test_a_seed_repeats_exactly(tmp_path: Path) -> None:
+    """Two processes with different hash seeds, in different directories, print the same line for a seed."""
+    for count, simulator in ((2, "production"), (1, "jobs"), (1, "adversary")):
+        first = run(simulator, 0, count, hash_seed="1")
+        assert first == run(simulator, 0, count, tmp_path, hash_seed="random")

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 
 from testkit.simulation import shrink
 from testkit.simulation.bucket import Broken
-from testkit.simulation.histories import HISTORIES, failure_of
+from testkit.simulation.histories import HISTORIES
+from testkit.simulation.simulators import load
+from testkit.simulation.sweep import ROOT
 
 
 def breaks(seed: int) -> None:
@@ -30,22 +35,43 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_choice_of_a_script_is_needed() -> None:
     """The script fails in the same way, and no longer with any of its choices left out."""
-    script = shrink.shrunk("breaks", 3)
-    assert shrink.replayed("breaks", 3, script).startswith("Broken: S: VM b lost step")
+    run = load("breaks")
+    script = shrink.shrunk(run, 3)
+    (problem,) = shrink.replayed(run, 3, script)[0]["problems"]
+    assert problem.startswith("Broken: S: VM b lost step")
     assert len(script) <= 4
     for choice in script:
         rest = {each: value for each, value in script.items() if each != choice}
-        assert not shrink.replayed("breaks", 3, rest)
-
-
-def test_a_script_with_all_choices_is_the_run_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the failure of a seed would get lost before it is shrunk."""
-    failure = failure_of("breaks", 3)
-    monkeypatch.setattr(shrink, "RUNS_MAX", 0)
-    assert shrink.replayed("breaks", 3, shrink.shrunk("breaks", 3)) == failure != ""
+        assert not shrink.replayed(run, 3, rest)[0]["problems"]
 
 
 def test_a_seed_that_passes_is_refused() -> None:
     """There is nothing to shrink."""
     with pytest.raises(ValueError, match="seed 1 does not fail"):
-        shrink.shrunk("fits", 1)
+        shrink.shrunk(load("fits"), 1)
+
+
+REPLAYED = """
+import json, sys
+from testkit.simulation.shrink import replayed
+from testkit.simulation.simulators import isolated, load
+run = load(sys.argv[1])
+noted, choices = replayed(run, int(sys.argv[2]), None)
+again, same = replayed(run, int(sys.argv[2]), choices)
+assert again == noted == isolated(int(sys.argv[2]), run)
+assert list(same.items()) == list(choices.items()) != []
+calm, none = replayed(run, int(sys.argv[2]), {})
+assert not calm["problems"] and not none, calm
+"""
+
+
+@pytest.mark.parametrize(("simulator", "seed"), [("live", 3), ("production", 3), ("jobs", 1)])
+def test_a_script_with_all_choices_is_the_run_itself(simulator: str, seed: int) -> None:
+    """Else the failure of a seed would get lost before it is shrunk.  Without choices nothing fails."""
+    subprocess.run(
+        [sys.executable, "-c", REPLAYED, simulator, str(seed)],
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+        cwd=ROOT,
+        timeout=300,
+        check=True,
+    )

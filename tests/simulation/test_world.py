@@ -9,11 +9,10 @@
 from __future__ import annotations
 
 import os
-import random
 from dataclasses import replace
 
 import pytest
-from swansong_bucket.model import GpuHealth, Verdict
+from swansong_bucket.model import Verdict
 from swansongd.core import machine, notices
 from swansongd.core.events import (
     Action,
@@ -30,7 +29,7 @@ from swansongd.core.transition import Transition
 from swansongd.observe.phase import Phase, is_follow_up_under_way, phase_of
 
 from testkit.simulation.bucket import restored
-from testkit.simulation.histories import failure_of, fits, live, reconnects
+from testkit.simulation.histories import failure_of, fits, live, live_with_gpu, reconnects
 from testkit.simulation.world import FAULTS, MIB, RESERVE_S, World
 
 SEEDS = int(os.environ.get("SWANSONG_SEEDS", "40"))
@@ -59,28 +58,6 @@ def test_no_fault_breaks_an_invariant() -> None:
     assert ONE_SEED or any(left <= 0 for left in begun), "a deadline that is outlived stops nothing"
     wanted = {*FAULTS, "unsent_set_dropped"}
     assert ONE_SEED or fired >= wanted, f"never happened: {wanted - fired}"
-
-
-def live_with_gpu(seed: int) -> World:
-    """Training on a GPU that degrades, fails, flaps and recovers around a notice."""
-    world, weather = World(seed, trainer=None), random.Random(f"gpu {seed}")
-    world.gpu_becomes(GpuHealth.OK, within_s=0.01)
-    world.run(1000 + weather.uniform(10, 60))
-    for turn in range(weather.randrange(1, 6)):
-        world.gpu_becomes(weather.choice(tuple(GpuHealth)))
-        world.run(world.now + weather.choice((0.1, 2.0, 15.0)))
-        if turn == 1:
-            world.raise_notice(weather.choice((30.0, 120.0)))
-            world.run(world.now + weather.uniform(0.1, 10))
-        if weather.random() < 0.2:
-            world.stop_daemon()
-        if weather.random() < 0.2:
-            world.restart_trainer()
-    world.gpu_becomes(GpuHealth.LOST)
-    world.run(world.now + weather.choice((0.7, 20.0)))
-    world.raise_notice(30.0, source="gcp.preempted")
-    world.run(world.now + 40)
-    return world
 
 
 @pytest.mark.fault("N09", "T09", "T12", "T17")
