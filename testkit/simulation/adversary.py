@@ -19,7 +19,6 @@ from testkit.simulation import schedule
 schedule.install()  # before the production code
 
 # ruff: noqa: E402
-import codecs
 import dataclasses
 import json
 import os
@@ -63,16 +62,6 @@ from testkit.memory_store import MemoryStore
 from testkit.records import KEY, record_of
 from testkit.simulation.production import FILE_BYTES, LAST, RUN, Training, Vm, World
 
-for _encoding in (
-    "utf-16",
-    "utf-16-be",
-    "utf-16-le",
-    "utf-32",
-    "utf-32-be",
-    "utf-32-le",
-    "utf-8-sig",
-):
-    codecs.lookup(_encoding)  # of JSON
 KEYS = RunKeys(RUN)
 USER, OUTSIDER = 4001, 4002
 FIRST_PID = 5_000_000

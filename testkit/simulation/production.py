@@ -28,6 +28,7 @@ from testkit.simulation import schedule
 schedule.install()  # before the production code
 
 # ruff: noqa: E402
+import codecs
 import errno
 import gc
 import hashlib
@@ -82,6 +83,16 @@ from testkit.simulation.disk import Disk
 from testkit.simulation.metadata import EMULATORS, Cloud
 
 checksums.load()
+for _encoding in (
+    "utf-16",
+    "utf-16-be",
+    "utf-16-le",
+    "utf-32",
+    "utf-32-be",
+    "utf-32-le",
+    "utf-8-sig",
+):
+    codecs.lookup(_encoding)  # of JSON
 RUN = "run"
 FILES = ("weights.bin", "optimizer.bin")
 CONSTANT = "vocabulary.txt"

@@ -8,7 +8,7 @@ The result is a script: ``python -m testkit.simulation replay`` runs it, and the
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from testkit.simulation.choices import Choice, Choices, Script, Value, noted
@@ -49,34 +49,45 @@ def shrunk(run: Run, seed: int, report: Callable[[str], None] = lambda _: None) 
     kind, runs = _kind(result["problems"][0]), 0
     report(f"{len(choices)} choices: {result['problems'][0].strip().splitlines()[-1]}")
 
-    def drop(group: Iterable[Choice]) -> None:
+    def drop(dropped: set[Choice]) -> bool:
         nonlocal choices, runs
-        dropped = choices.keys() & set(group)
-        if dropped and runs < RUNS_MAX:
-            runs += 1
-            kept = {choice: value for choice, value in choices.items() if choice not in dropped}
-            found, made = replayed(run, seed, kept)
-            if kind in map(_kind, found["problems"]):
-                # A script may contain choices that its run no longer makes.
-                choices = {choice: value for choice, value in kept.items() if choice in made}
+        if not dropped or runs >= RUNS_MAX:
+            return False
+        runs += 1
+        kept = {choice: value for choice, value in choices.items() if choice not in dropped}
+        found, made = replayed(run, seed, kept)
+        if kind not in map(_kind, found["problems"]):
+            return False
+        # A script may contain choices that its run no longer makes.
+        choices = {choice: value for choice, value in kept.items() if choice in made}
+        return True
 
-    drop(choices)
+    def drop_each(groups: list[list[Choice]], size: int) -> None:
+        """Leave out groups, first this number of them at once, and then fewer."""
+        while size:
+            for first in range(0, len(groups), size):
+                if drop(choices.keys() & set().union(*groups[first : first + size])):
+                    groups[first : first + size] = [[]] * len(groups[first : first + size])
+            groups = [group for group in groups if choices.keys() & set(group)]
+            report(f"{len(choices)} choices after {runs} runs")
+            size = min(size, len(groups)) // 2
+
     # Most functions and most threads make no choice that matters.
     for part in (1, 0):
-        for name, _ in Counter(choice[part] for choice in choices).most_common():
-            drop([choice for choice in choices if choice[part] == name])
-        report(f"{len(choices)} choices after {runs} runs")
-    size = len(choices)
-    while size and runs < RUNS_MAX:
-        keys = list(choices)
-        for first in range(0, len(keys), size):
-            drop(keys[first : first + size])
-        report(f"{len(choices)} choices after {runs} runs")
-        if size > 1:
-            size = max(1, min(size, len(choices)) // 2)
-        elif len(choices) == len(keys):
-            break
+        drop_each(_grouped(choices, part), len(choices))
+    before = len(choices) + 1
+    while len(choices) < before:
+        before = len(choices)
+        drop_each([[choice] for choice in choices], before)
     return choices
+
+
+def _grouped(choices: Iterable[Choice], part: int) -> list[list[Choice]]:
+    """The choices of each thread, or of each function; the largest group first."""
+    groups: defaultdict[object, list[Choice]] = defaultdict(list)
+    for choice in choices:
+        groups[choice[part]].append(choice)
+    return sorted(groups.values(), key=len, reverse=True)
 
 
 def _kind(problem: str) -> str:

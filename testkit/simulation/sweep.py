@@ -78,7 +78,7 @@ def earlier(file: Path, digest: str) -> dict[Unit, list[Result]]:
     if lines[:1] == [digest]:
         return {Unit(*unit): found for unit, found in map(_row, lines[1:]) if unit}
     file.parent.mkdir(exist_ok=True)
-    file.write_text(f"{digest}\n")
+    file.write_text(digest)
     return {}
 
 
@@ -107,7 +107,7 @@ def run(simulators: list[str], first: int, seeds: int, processes: int, file: Pat
     begun_s = told_s = time.monotonic()
     for number, (unit, found) in enumerate(_results(left, processes), 1):
         with file.open("a") as log:
-            log.write(json.dumps([unit, found]) + "\n")
+            log.write(f"\n{json.dumps([unit, found])}")
         failures += _report(unit, found)
         now_s = time.monotonic()
         if now_s - told_s >= PROGRESS_S or number == len(left):
@@ -128,13 +128,17 @@ def _results(left: list[Unit], processes: int) -> Iterator[tuple[Unit, list[Resu
             pool.shutdown(cancel_futures=True)  # after an interrupt
 
 
+def repeated(unit: Unit, result: Result) -> str:
+    """The commands that repeat a failure, and that shrink it."""
+    command = "python -m testkit.simulation"
+    place = f"{unit.simulator} {result['seed']}"
+    return f"    {command} play {place} 1\n    {command} shrink {place} > build/script.json"
+
+
 def _report(unit: Unit, found: list[Result]) -> int:
     for result in found:
         print(f"{unit.simulator} seed {result['seed']}: {headline(result)}")
-        print(f"    python -m testkit.simulation play {unit.simulator} {result['seed']} 1")
-        print(
-            f"    python -m testkit.simulation shrink {unit.simulator} {result['seed']}", flush=True
-        )
+        print(repeated(unit, result), flush=True)
     return len(found)
 
 

@@ -3,7 +3,7 @@
 
 The world of :mod:`simulation.world` plays trainer, staging, flush and store.  The faults here are those of
 the sources: their health flaps, and notices appear, repeat, move later or earlier, become more severe and
-disappear.  ``SWANSONG_SEED=17`` runs one seed, and ``make simulate`` many.
+disappear.  ``SWANSONG_SEED=17`` runs one seed, and ``SWANSONG_SEEDS=500`` many.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 """Seeded runs of the whole decision loop against a world that fails.
 
 ``SWANSONG_SEEDS=20000`` runs more of them, ``SWANSONG_SEED=17`` one.  A failure names its seed, which
-:mod:`testkit.simulation.shrink` reduces to the few choices that matter.  Long runs:
-:mod:`testkit.simulation.histories`.
+``python -m testkit.simulation shrink`` reduces to the few choices that matter.  Long runs: ``make simulate``.
 """
 
 from __future__ import annotations
