@@ -14,11 +14,6 @@ and the operator's commands are answered.  An **outsider** gets nothing on the s
 
 from __future__ import annotations
 
-from testkit.simulation import schedule
-
-schedule.install()  # before the production code
-
-# ruff: noqa: E402
 import dataclasses
 import json
 import os
@@ -54,17 +49,15 @@ from swansong_tools.upkeep.repair import repair, repair_manifests
 from swansong_tools.upkeep.verify import verify
 from swansongd.flush.layout import ChunkLayout
 from swansongd.service import storage
-from swansongd.trainers.connection import PeerConnection
 from swansongd.trainers.peers import Peer
 
 from testkit.committed import tree
 from testkit.memory_store import MemoryStore
 from testkit.records import KEY, record_of
-from testkit.simulation.production import FILE_BYTES, LAST, RUN, Training, Vm, World
+from testkit.simulation.production import FILE_BYTES, LAST, PID, RUN, Training, Vm, World
 
 KEYS = RunKeys(RUN)
 USER, OUTSIDER = 4001, 4002
-FIRST_PID = 5_000_000
 SECRET = b"SECRET " * (FILE_BYTES // 7) + b"." * (FILE_BYTES % 7)
 """A file outside of staging, as large as the files of a checkpoint."""
 TASKS_MAX = 80
@@ -279,7 +272,7 @@ class HostileUser:
         self.before = tree(self.outside)
         self._ids = ["", "x", "q1"]
         """Ids of requests and starts that messages contain."""
-        self._pids = [os.getpid(), world.new_process(), world.new_process()]
+        self._pids = [PID, world.new_process(), world.new_process()]
         """The first one is the trainer's, which runs code of this user, too."""
         self._connections: list[tuple[int, socket.socket]] = []
 
@@ -514,25 +507,17 @@ class HostileWorld(World):
         """The digest of each object of a daemon."""
         self._safe: dict[CommitRef, bytes] = {}
         """The bytes of each commit with a verdict SAFE."""
-        self._lives = {os.getpid(): os.pipe()}
+        self._lives = {PID: os.pipe()}
         """The pipe in the place of the pidfd of each process of an adversary."""
         self._addresses = 0
         self._attack_over = False
         if self.random.random() < 0.7:
             vars(storage)["ChunkLayout"] = partial(ChunkLayout, small_bytes_max=0)
-        real = PeerConnection.receive
-
-        def receive(connection: PeerConnection) -> tuple[bytes, int, bool]:
-            data, pid, is_cut = real(connection)
-            return data, connection.peer.pid if pid == os.getpid() else pid, is_cut
-
-        vars_of: Any = PeerConnection
-        vars_of.receive = receive
 
     # ------------------------------------------------------------ the actors
 
     def new_process(self) -> int:
-        pid = FIRST_PID + len(self._lives)  # greater than each real one
+        pid = PID + len(self._lives)
         self._lives[pid] = os.pipe()
         return pid
 
@@ -542,13 +527,13 @@ class HostileWorld(World):
     def address(self, uid: int, pid: int) -> bytes:
         """The address of a socket, which shows the user and the process."""
         self._addresses += 1
-        return f"\0{os.getpid()}/{self._addresses}/{uid}/{pid}".encode()
+        return f"\0{self.directory}/{self._addresses}/{uid}/{pid}".encode()
 
     def identify(self, connected: Any) -> Peer:
         name = connected.getpeername()
         if not name:
             return super().identify(connected)
-        uid, pid = map(int, name.decode().split("/")[2:])
+        uid, pid = map(int, name.decode().split("/")[-2:])
         return Peer(pid, uid, uid, os.dup(self._lives[pid][0]))
 
     def _boot(self, number: int) -> Vm:

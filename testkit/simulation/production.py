@@ -23,11 +23,6 @@ inotify, and what needs real processes.
 
 from __future__ import annotations
 
-from testkit.simulation import schedule
-
-schedule.install()  # before the production code
-
-# ruff: noqa: E402
 import codecs
 import errno
 import gc
@@ -73,12 +68,13 @@ from swansongd.sources import host, metadata
 from swansongd.staging import prepare
 from swansongd.staging.observe import StagingObserver
 from swansongd.trainers import peers
+from swansongd.trainers.connection import PeerConnection
 from swansongd.trainers.peers import Peer
 from swansongd.util import boot
 
 from testkit.emulators import aws_imds, gcp_metadata
 from testkit.memory_store import MemoryStore
-from testkit.simulation import disk
+from testkit.simulation import disk, schedule
 from testkit.simulation.disk import Disk
 from testkit.simulation.metadata import EMULATORS, Cloud
 
@@ -94,6 +90,8 @@ for _encoding in (
 ):
     codecs.lookup(_encoding)  # of JSON
 RUN = "run"
+PID = 5_000_000
+"""The process of a trainer and of the daemon.  A real one, which is smaller, differs from run to run."""
 FILES = ("weights.bin", "optimizer.bin")
 CONSTANT = "vocabulary.txt"
 """A file that is the same in all checkpoints."""
@@ -573,7 +571,7 @@ class World:
     def identify(self, connected: Any) -> Peer:
         """The process at the other end of a socket that the daemon of the current thread has accepted."""
         del connected
-        return Peer(os.getpid(), os.geteuid(), os.getegid(), os.dup(self.vm.lifeline_read))
+        return Peer(PID, os.geteuid(), os.getegid(), os.dup(self.vm.lifeline_read))
 
     @property
     def vm(self) -> Vm:
@@ -971,6 +969,15 @@ class _Datetime(datetime):
         return datetime.fromtimestamp(time.time(), tz)
 
 
+_receive = PeerConnection.receive
+
+
+def _received(connection: PeerConnection) -> tuple[bytes, int, bool]:
+    """A message, with the simulated process as its sender."""
+    data, pid, is_cut = _receive(connection)
+    return data, connection.peer.pid if pid else 0, is_cut
+
+
 def _patch(world: World) -> None:
     """Replace the store, the properties of processes, inotify and the log."""
 
@@ -979,6 +986,8 @@ def _patch(world: World) -> None:
     prepare._lock = lambda *_: None  # a killed daemon may leave its descriptor open
     # The paths differ from run to run, and with an id of them the ids of all requests.
     prepare.RunDirectory.vm = lambda _, boot_id: boot_id  # type: ignore[method-assign]
+    os.getpid = lambda: PID
+    PeerConnection.receive = _received  # type: ignore[method-assign]
     peers.identify = world.identify
     peers.process_start = world.process_start
     signal_reader.handle = lambda *_: None

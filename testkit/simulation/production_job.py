@@ -13,8 +13,6 @@ Not covered: saves without lost ranks, which need torch, and rollbacks.
 
 from __future__ import annotations
 
-# ruff: noqa: I001
-
 import os
 import select
 import socket
@@ -28,17 +26,16 @@ import swansong.guard
 from swansong import RestoreError
 from swansong._checkpoint.saver import Saver
 from swansong._daemon import session
-from swansong._ranks.agreement import Ranks
 from swansong._ranks import rendezvous
+from swansong._ranks.agreement import Ranks
 from swansong._ranks.rendezvous import Rendezvous
 from swansong.layout import RankManifest
 from swansong.state import Snapshots
-from swansongd.trainers.connection import PeerConnection
 from swansongd.trainers.peers import Peer
 
 from testkit.job_store import MemoryJobStore
 from testkit.memory_store import MemoryStore
-from testkit.simulation.production import Training, Vm, World, forget
+from testkit.simulation.production import PID, Training, Vm, World, forget
 from testkit.simulation.schedule import Schedule
 
 LATE_S = 20.0
@@ -154,7 +151,7 @@ class Process:
 
     def __init__(self, job: Job, vm: JobVm, ranks: Ranks) -> None:
         self.world, self.job, self.vm, self.ranks = job.world, job, vm, ranks
-        self.pid = 5_000_000 + len(self.world.processes)
+        self.pid = PID + 1 + len(self.world.processes)
         self.group = f"{vm.name}-rank{ranks.rank}-{self.pid}"
         self.world.processes[self.group] = self
         self.lifeline_read, self.lifeline = os.pipe()
@@ -243,16 +240,12 @@ class JobWorld(World):
 
     def _patch(self) -> None:
         """Replace the position of a rank, the store of the job and the identity of a peer."""
-        connect, receive, save = socket.socket.connect, PeerConnection.receive, Saver.save
+        connect, save = socket.socket.connect, Saver.save
 
         def connect_named(self_: socket.socket, address: Any) -> None:
             self.connections += 1
             self_.bind(f"\0{self.directory}:{self.connections}:{self.schedule.current.group}")
             connect(self_, address)
-
-        def receive_faked(connection: PeerConnection) -> tuple[bytes, int, bool]:
-            data, pid, is_cut = receive(connection)
-            return data, connection.peer.pid if pid else 0, is_cut
 
         def save_noted(saver: Saver, *args: Any) -> bool:
             self._saves(args[-1])
@@ -260,7 +253,6 @@ class JobWorld(World):
 
         changes: list[tuple[Any, str, Any]] = [
             (socket.socket, "connect", connect_named),
-            (PeerConnection, "receive", receive_faked),
             (Saver, "save", save_noted),
             (swansong.guard, "find_ranks", lambda _: self.process.ranks),
             (session, "Rendezvous", partial(Rendezvous, open_store=self._open_store)),

@@ -7,8 +7,8 @@ its turn on wherever it would block, and at some of the locks that it acquires o
 wait, the clock moves to the first deadline, so waiting costs no time.  shuttle (Rust) and FoundationDB's Flow
 use the same techniques.
 
-A process must call :func:`install` before it imports production code.  The functions behave as usual while
-no schedule is running.
+A process must call :func:`install` before it imports production code, which keeps some of the functions as
+default values.  The functions behave as usual while no schedule is running.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ _REAL_TIMES: dict[str, Any] = {
     )
 }
 _REAL_IS_ALIVE, _REAL_JOIN = threading.Thread.is_alive, threading.Thread.join
+_PRODUCTION = {"swansong", "swansong_bucket", "swansong_tools", "swansongd"}
 _WALL_OFFSET_S = 1_800_000_000.0
 _SWITCH_S_MAX = 0.0005
 """Longest simulated time that one turn takes."""
@@ -369,7 +370,14 @@ def fix_hashes() -> None:
 
 
 def install() -> None:
-    """Replace the functions.  Called once in a process."""
+    """Replace the functions.  Called once in a process.
+
+    Raises:
+        RuntimeError: production code is imported already, and may keep the real functions.
+    """
+    early = sorted(name for name in sys.modules if name.partition(".")[0] in _PRODUCTION)
+    if early:
+        raise RuntimeError(f"install() failed: imported before it: {', '.join(early)}")
     module: Any = threading
     module.Lock = module._allocate_lock = _Lock
     module.RLock = module._PyRLock

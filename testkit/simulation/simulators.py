@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from testkit.forked import forked
+from testkit.simulation import schedule
 
 Result = dict[str, Any]
 """The seed, its problems, and how often each event happened."""
@@ -71,6 +72,7 @@ def mutate(mutant: str) -> None:
 def load(name: str) -> Callable[[int], Result]:
     """The function that runs one seed in this process, from which threads may remain."""
     if name in SIMULATORS and (module := SIMULATORS[name].module):
+        schedule.install()
         world = getattr(
             importlib.import_module(f"testkit.simulation.{module}"), SIMULATORS[name].world
         )

@@ -11,8 +11,7 @@ from testkit.simulation.simulators import SIMULATORS
 from testkit.simulation.sweep import Unit, headline, played, repeated
 
 
-# Some seeds of the jobs fail, such as 2: a notice on a VM without faults does not end SAFE.  Open.
-@pytest.mark.parametrize("simulator", [name for name in SIMULATORS if name != "jobs"])
+@pytest.mark.parametrize("simulator", SIMULATORS)
 def test_new_seeds_find_no_problem(simulator: str) -> None:
     """No new seed shows a problem.  A failure prints the commands that repeat and shrink it."""
     seeds = 1 if SIMULATORS[simulator].world else 20

@@ -136,6 +136,14 @@ def test_a_thread_that_is_killed_while_it_passes_its_turn_on_never_runs_again() 
     assert done.returncode == 0
 
 
+def test_production_code_cannot_keep_a_real_clock() -> None:
+    """A default value such as ``clock=time.monotonic`` is taken at the import: the schedule comes first."""
+    code = "import swansong\nfrom testkit.simulation import schedule\nschedule.install()"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "RuntimeError: install() failed: imported before it: swansong" in done.stderr
+
+
 def test_a_seed_repeats_exactly(tmp_path: Path) -> None:
     """Two processes with different hash seeds, in different directories, print the same line for a seed."""
     for count, simulator in ((2, "production"), (1, "jobs")):
