@@ -1610,8 +1610,8 @@ class World:
             line = self.witness.newest_now(self.life)
             if line is not None:
                 raise Broken(f"I7: NO_TRAINING, and {line.id} has reached the daemon")
-        is_early = conclusion.is_final and conclusion.slack_s > 0 and "late_write" not in self.fired
-        if conclusion.verdict is Verdict.LOST and is_early and self._placed:
+        is_known = conclusion.is_final and "late_write" not in self.fired
+        if conclusion.verdict is Verdict.LOST and is_known and self._placed:
             raise Broken(
                 f"I16: LOST with {conclusion.slack_s} s left, and {self._placed[-1]} exists"
             )
@@ -1619,6 +1619,7 @@ class World:
         if conclusion.verdict is Verdict.LOST and conclusion.is_final and is_unread:
             raise Broken("I16: LOST, and the commits of the run were never read")
         may_be_none = conclusion.verdict in (Verdict.LOST, Verdict.NO_TRAINING) or is_unread
+        may_be_none |= self.state.newest_ordered_of(self.state.commits.stored) is not None
         if may_be_none and conclusion.commit is None:
             if self.state.commits.last is not None:
                 raise Broken(f"I16: {conclusion.verdict} without a commit, and a commit stands")

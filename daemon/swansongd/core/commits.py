@@ -166,10 +166,7 @@ def drop(transition: Transition, ids: Set[CheckpointId]) -> None:
 def _note_dropped(transition: Transition, items: Iterable[StoredSet]) -> None:
     """Remember the newest of these manifests: one that was ordered may exist, whatever the reply."""
     state = transition.state
-    ordered = (item.staged.id for item in items if item.asked_mono_s is not None)
-    refs = (state.commits.dropped, *(state.ref_of(id_) for id_ in ordered))
-    dropped = max((ref for ref in refs if ref is not None), default=None)
-    _put(transition, replace(state.commits, dropped=dropped))
+    _put(transition, replace(state.commits, dropped=state.newest_ordered_of(items)))
 
 
 def mark_suspect(transition: Transition, ids: Set[CheckpointId]) -> None:

@@ -33,13 +33,16 @@ def prove(state: State, *, is_final: bool = False) -> tuple[Verdict, str]:
 def _proved_at(state: State, position: Position | str | None) -> tuple[Verdict, str]:
     newest = state.commits.last_complete
     doubt = gpus.doubt(state)
-    is_empty = newest is None and state.commits.is_run_read
+    ordered = state.newest_ordered_of(state.commits.stored)
+    is_empty = newest is None and ordered is None and state.commits.is_run_read
     if newest is not None:
         stands = doubt or f"{newest} stands"
     elif is_empty:
         stands = "no checkpoint of the run is whole"
-    else:
+    elif not state.commits.is_run_read:
         stands = "the store could not be read, and may have a whole checkpoint"
+    else:
+        stands = f"the manifest of {ordered} may exist, and the store has not confirmed it"
     if position is None:
         return Verdict.NO_TRAINING, f"no training was seen on this VM; {stands}"
     if state.part is not None:

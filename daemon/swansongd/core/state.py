@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -566,6 +566,12 @@ class State:
         if start is None or start.generation is None:
             return None
         return CommitRef(start.generation, checkpoint.step, checkpoint.is_final)
+
+    def newest_ordered_of(self, items: Iterable[StoredSet]) -> CommitRef | None:
+        """The newest of these manifests, and of those dropped, that was ordered: it may exist."""
+        ordered = (item.staged.id for item in items if item.asked_mono_s is not None)
+        refs = (self.commits.dropped, *(self.ref_of(id_) for id_ in ordered))
+        return max((ref for ref in refs if ref is not None), default=None)
 
     @property
     def part(self) -> VmPart | None:

@@ -304,6 +304,14 @@ def fresh() -> Story:
     return refused(story, 5)
 
 
+def manifest_without_an_answer() -> Story:
+    story = joined()
+    story.starts(0)
+    story.seal(4)
+    story.flushed()
+    return refused(story, 5)
+
+
 Case = tuple[str, Callable[[], Story], str, str]
 NEWEST_IS_LOADED = Parent("earlier", 448)
 CASES: list[Case] = [
@@ -357,6 +365,7 @@ CASES: list[Case] = [
     ("no training", lambda: nothing_trained(has_commit=True), "NO_TRAINING", "step 448 stands"),
     ("empty run", lambda: nothing_trained(has_commit=False), "NO_TRAINING", "no training was seen"),
     ("no commit", fresh, "LOST", "training was at step 5"),
+    ("no answer", manifest_without_an_answer, "PARTIAL", "step 4 may exist"),
 ]
 
 
