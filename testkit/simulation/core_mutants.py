@@ -24,6 +24,21 @@ class Mutant(NamedTuple):
     before: str
     after: str
 
+    @property
+    def name(self) -> str:
+        return self.module if "." in self.module else f"swansongd.core.{self.module}"
+
+    def changed(self, file: Path) -> str:
+        """The source with this change.
+
+        Raises:
+            ValueError: the file was changed meanwhile: its line is missing, or is there twice.
+        """
+        source = file.read_text()
+        if source.count(self.before) != 1:
+            raise ValueError(f"{file} has not exactly one {self.before!r}")
+        return source.replace(self.before, self.after)
+
 
 MUTANTS = (
     Mutant("proof", "return newest.step >= position.step", "return newest.step >= position.step - 1"),
@@ -100,11 +115,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         self._mutant = mutant
 
     def get_code(self, fullname: str) -> CodeType:
-        source = Path(self.path).read_text()
-        if source.count(self._mutant.before) != 1:
-            raise SystemExit(f"{self.path} has not exactly one {self._mutant.before!r}")
-        mutated = source.replace(self._mutant.before, self._mutant.after)
-        code: CodeType = self.source_to_code(mutated, self.path)
+        code: CodeType = self.source_to_code(self._mutant.changed(Path(self.path)), self.path)
         return code
 
 
@@ -117,10 +128,10 @@ class Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        module = self._mutant.module
-        if fullname != (module if "." in module else f"swansongd.core.{module}") or path is None:
+        name = self._mutant.name
+        if fullname != name or path is None:
             return None
-        file = str(Path(path[0]) / f"{module.rpartition('.')[2]}.py")
+        file = str(Path(path[0]) / f"{name.rpartition('.')[2]}.py")
         return importlib.util.spec_from_file_location(
             fullname, file, loader=_Loader(fullname, file, self._mutant)
         )

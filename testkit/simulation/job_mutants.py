@@ -28,15 +28,16 @@ MUTANTS = (
 NOT_FOUND = (
     # Each daemon of the job must miss the notice of the other VM, and have none itself.
     Mutant("swansong._ranks.rounds",
-           "            self._rendezvous.send(PeerRequest(call.id, call.reason, call.seconds_left))\n", ""),
+           "                self._rendezvous.send(protocol.PeerRequest(call.id, call.reason, left_s))\n",
+           "                pass\n"),
     # One VM must have two ranks, and the request must reach only one of them before its step ends.
     Mutant("swansongd.core.request", "max(request.accepted.values()) + 1",
            "min(request.accepted.values())"),
     # All ranks complete a step at the same instant.
     Mutant("swansongd.core.proof", "step = max(step, request.target - 1)", "pass"),
     # A rank must abort a round in the instant in which another one decides.
-    Mutant("swansong._ranks.rounds", '_decision(store.compare_set(decision, "", encode(own).decode()))',
-           "own"),
+    Mutant("swansong._ranks.rounds",
+           '_decision(store.compare_set(decision, "", protocol.encode(own).decode()))', "own"),
     # A round ends before the time in which a rank waits for it.
     Mutant("swansong._ranks.agreement", "            and active.timed_out_at >= active.target\n",
            "            and False\n"),

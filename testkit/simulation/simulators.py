@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from testkit.forked import forked
 from testkit.simulation import schedule
+from testkit.simulation.core_mutants import Finder, Mutant
 
 Result = dict[str, Any]
 """The seed, its problems, and how often each event happened."""
@@ -60,13 +61,16 @@ def mutants_of(name: str) -> Any:
     return importlib.import_module(f"testkit.simulation.{MUTANTS[name][0]}")
 
 
+def known_mutants(name: str) -> tuple[Mutant, ...]:
+    """The mutants of this name, and after them those that no run has found."""
+    found = mutants_of(name)
+    return (*found.MUTANTS, *getattr(found, "NOT_FOUND", ()))
+
+
 def mutate(mutant: str) -> None:
     """Break the production code that is imported from now on, by the number of a mutant, as ``jobs:3``."""
-    from testkit.simulation.core_mutants import Finder
-
     name, _, number = mutant.partition(":")
-    found = mutants_of(name)
-    sys.meta_path.insert(0, Finder((*found.MUTANTS, *getattr(found, "NOT_FOUND", ()))[int(number)]))
+    sys.meta_path.insert(0, Finder(known_mutants(name)[int(number)]))
 
 
 def load(name: str) -> Callable[[int], Result]:

@@ -7,6 +7,7 @@ A sweep that was interrupted continues.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from testkit.simulation.simulators import MUTANTS, SIMULATORS, Result, mutants_of
+from testkit.simulation.core_mutants import Mutant
+from testkit.simulation.simulators import MUTANTS, SIMULATORS, Result, known_mutants, mutants_of
 
 ROOT = Path(__file__).parents[2]
 DONE = ROOT / "build" / "simulation.jsonl"
@@ -147,9 +149,10 @@ def _report(unit: Unit, found: list[Result]) -> int:
 
 def run_mutants(name: str, numbers: list[int], seeds: int, processes: int) -> int:
     """Run seeds against each mutant until one finds it; returns 1 if some mutant survives."""
-    mutants = mutants_of(name)
-    known = (*mutants.MUTANTS, *getattr(mutants, "NOT_FOUND", ()))
-    numbers = numbers or list(range(len(mutants.MUTANTS)))
+    known = known_mutants(name)
+    numbers = numbers or list(range(len(mutants_of(name).MUTANTS)))
+    for number in numbers:
+        applied(known[number])  # one that does not fit its module would count as found
     survivors = 0
     with ProcessPoolExecutor(processes) as pool:
         finds = pool.map(partial(_finds, seeds, name), numbers)
@@ -159,6 +162,14 @@ def run_mutants(name: str, numbers: list[int], seeds: int, processes: int) -> in
             print(f"{mutant}: {found or 'survives'}", flush=True)
     print(f"{len(numbers) - survivors} of {len(numbers)} were found")
     return 1 if survivors else 0
+
+
+def applied(mutant: Mutant) -> str:
+    """The source of the module with this mutant; see :meth:`Mutant.changed`."""
+    spec = importlib.util.find_spec(mutant.name)
+    assert spec is not None
+    assert spec.origin is not None
+    return mutant.changed(Path(spec.origin))
 
 
 def _finds(seeds: int, name: str, number: int) -> str:

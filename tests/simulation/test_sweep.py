@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from testkit.simulation import sweep
-from testkit.simulation.simulators import SIMULATORS, Result
-from testkit.simulation.sweep import Unit
+from testkit.simulation.simulators import MUTANTS, SIMULATORS, Result, known_mutants
+from testkit.simulation.sweep import Unit, applied
 
 SEEDS = SIMULATORS["live"].seeds
 
@@ -35,3 +35,10 @@ def test_a_sweep_continues(
         assert already in output
         assert f"play live {SEEDS + 3} 1" in output
     assert sweep.run(["fits"], 0, 1, 1, file) == 0
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_each_mutant_fits_the_code(name: str) -> None:
+    """A mutant whose line was edited would break the import, and would count as found."""
+    for mutant in known_mutants(name):
+        compile(applied(mutant), mutant.name, "exec")
