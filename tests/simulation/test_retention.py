@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random histories of a bucket: prune loses nothing that is protected, and leaves nothing else.
 
-``make simulate SEEDS=10000`` plays more of them.
+``make simulate SEEDS=10000 SIMULATORS=retention`` plays more of them.
 """
 
 from __future__ import annotations
-
-import os
 
 import pytest
 
 from testkit.simulation.retention import code, run_history
 from testkit.simulation.retention_mutants import MUTANTS, seeds_to_kill
 
-HISTORIES = int(os.environ.get("SWANSONG_SEEDS", "150"))
+HISTORIES = 150
 
 
 @pytest.mark.fault("G14", "G15", "G40", "G42", "G44", "G45")
