@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -71,7 +72,11 @@ def _mutants(given: Given) -> int:
 def _many(given: Given) -> int:
     from testkit.simulation.sweep import run
 
-    return run(given.simulator or list(SIMULATORS), given.first, given.seeds, given.processes)
+    try:
+        return run(given.simulator or list(SIMULATORS), given.first, given.seeds, given.processes)
+    except KeyboardInterrupt:
+        print("interrupted: the same command continues", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def main() -> int:

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from types import FrameType
 from typing import Any
-from unittest import mock
 
 from testkit.simulation import schedule
 from testkit.simulation.schedule import Schedule, Task
@@ -175,9 +174,11 @@ class _NotedSchedule(Schedule):
 @contextlib.contextmanager
 def noted(choices: Choices) -> Iterator[None]:
     """All generators and schedules that are created in this block make these choices."""
-    kind = type("Draws", (_Draws,), {"choices": choices})
-    with (
-        mock.patch.object(random, "Random", kind),
-        mock.patch.object(schedule, "Schedule", partial(_NotedSchedule, choices)),
-    ):
+    # unittest.mock imports much, and so creates locks before the schedule: these would be no choices.
+    randoms, schedules, before = vars(random), vars(schedule), (random.Random, schedule.Schedule)
+    randoms["Random"] = type("Draws", (_Draws,), {"choices": choices})
+    schedules["Schedule"] = partial(_NotedSchedule, choices)
+    try:
         yield
+    finally:
+        randoms["Random"], schedules["Schedule"] = before

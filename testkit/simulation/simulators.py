@@ -35,13 +35,13 @@ class Simulator(NamedTuple):
 
 
 SIMULATORS = {
-    "live": Simulator(200),
-    "honest": Simulator(200),
-    "fits": Simulator(200),
-    "reconnects": Simulator(200),
-    "gpu": Simulator(200),
-    "fleet": Simulator(40),
-    "retention": Simulator(200),
+    "live": Simulator(50),
+    "honest": Simulator(50),
+    "fits": Simulator(50),
+    "reconnects": Simulator(50),
+    "gpu": Simulator(50),
+    "fleet": Simulator(10),
+    "retention": Simulator(50),
     "production": Simulator(4, "production", "World"),
     "jobs": Simulator(3, "production_job", "JobWorld"),
     "adversary": Simulator(3, "adversary", "HostileWorld"),

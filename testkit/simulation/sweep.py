@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -121,7 +122,9 @@ def run(simulators: list[str], first: int, seeds: int, processes: int, file: Pat
 
 
 def _results(left: list[Unit], processes: int) -> Iterator[tuple[Unit, list[Result]]]:
-    with ProcessPoolExecutor(processes) as pool:
+    # After an interrupt only this process reports it.
+    silent = (signal.SIGINT, signal.SIG_DFL)
+    with ProcessPoolExecutor(processes, None, signal.signal, silent) as pool:
         running = {pool.submit(played, unit): unit for unit in left}
         try:
             for done in as_completed(running):

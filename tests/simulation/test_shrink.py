@@ -52,9 +52,13 @@ def test_a_seed_that_passes_is_refused() -> None:
 
 
 REPLAYED = """
-import json, sys
-from testkit.simulation.shrink import replayed
+import sys
+import testkit.simulation.__main__
 from testkit.simulation.simulators import isolated, load
+played = set(sys.modules)
+from testkit.simulation.shrink import replayed
+imported = [name for name in set(sys.modules) - played if not name.startswith("testkit.")]
+assert not imported, f"they create locks before the schedule, which differs from play: {imported}"
 run = load(sys.argv[1])
 noted, choices = replayed(run, int(sys.argv[2]), None)
 again, same = replayed(run, int(sys.argv[2]), choices)
