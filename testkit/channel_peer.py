@@ -101,11 +101,11 @@ class HeldChannel(RunningChannel):
 
     def _wait(self, _: Message, __: Callable[[Message], None]) -> None:
         self._is_held.set()
-        assert self._may_run.wait(20)
+        assert self._may_run.wait(60)
 
     def hold(self, client: Client) -> None:
         client.send(protocol.StatusQuery())
-        assert self._is_held.wait(20)
+        assert self._is_held.wait(60)
 
     def release(self) -> None:
         self._may_run.set()

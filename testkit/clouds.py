@@ -189,6 +189,6 @@ class Bucket:
         S3SigV4Auth(_ACCOUNT, "s3", "us-east-1").add_auth(signed)
         headers = dict(signed.headers)
         request = urllib.request.Request(signed.url, data=data, method=method, headers=headers)
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             content: bytes = answer.read()
         return content

@@ -132,7 +132,7 @@ class FlushRig:
     def outcome(self) -> Flushed | FlushFailed:
         """The next event that ends a flush."""
         while True:
-            event = self.events.get(timeout=20)
+            event = self.events.get(timeout=60)
             if isinstance(event, Flushed | FlushFailed):
                 return event
             assert isinstance(event, FlushProgress)
@@ -168,7 +168,7 @@ class FlushRig:
 
         def before(what: str, key: str) -> None:
             if what == "create" and next(numbers) >= first:
-                assert held.wait(20)
+                assert held.wait(60)
                 if fails:
                     raise Transient("let go")
 

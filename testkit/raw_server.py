@@ -154,14 +154,14 @@ class RawServer:
         trace: TracebackType | None,
     ) -> None:
         socket.socket.shutdown(self._listener, socket.SHUT_RDWR)
-        self._acceptor.join(timeout=10)
+        self._acceptor.join(timeout=60)
         self._listener.close()
         with self._lock:
             for sock in self._open:
                 with suppress(OSError):
                     socket.socket.shutdown(sock, socket.SHUT_RDWR)
         for thread in self._threads:
-            thread.join(timeout=10)
+            thread.join(timeout=60)
             assert not thread.is_alive()
         if error is None and self.errors:
             raise self.errors[0]

@@ -49,7 +49,7 @@ def control(url: str, order: str, **body: Any) -> Any:
     request = urllib.request.Request(
         f"{url}/_control/{order}", data=json.dumps(body).encode(), method="POST"
     )
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         content = answer.read()
     return json.loads(content) if content else None
 
@@ -100,7 +100,7 @@ class Lines:
 
     def drained(self) -> None:
         """Wait until the process has closed the stream."""
-        self._thread.join(10)
+        self._thread.join(60)
 
 
 class Process:
@@ -130,7 +130,7 @@ class Process:
         if self.popen.poll() is None:
             self.popen.send_signal(number)
             if number == signal.SIGKILL:
-                self.popen.wait(10)
+                self.popen.wait(60)
 
     def wait(self, timeout_s: float = 60.0) -> int:
         """The exit code."""

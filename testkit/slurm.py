@@ -159,7 +159,7 @@ class Slurm:
             yield
         finally:
             kill(descendants(outside.pid))
-            outside.wait(10)
+            outside.wait(60)
 
 
 def _run(*command: str, **environment: str) -> str:

@@ -66,7 +66,7 @@ class SourceRun:
 
     def __exit__(self, *_: object) -> None:
         self.stop.set()
-        self.thread.join(10)
+        self.thread.join(60)
         assert not self.thread.is_alive(), "the source did not stop"
 
 

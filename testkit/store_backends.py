@@ -122,11 +122,11 @@ class Cloud:
     def order(self, order: str, **query: object) -> None:
         """Send a control command to the emulator, see emulators/store_control.py."""
         url = f"{self._control}/{order}?{urllib.parse.urlencode(query)}"
-        with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=10):
+        with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=60):
             pass
 
     def requests(self) -> list[tuple[str, str]]:
-        with urllib.request.urlopen(f"{self._control}/requests", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self._control}/requests", timeout=60) as answer:
             return [(method, target) for method, target in json.load(answer)]
 
 

@@ -117,7 +117,7 @@ class Machine:
         """Start this VM's part of the job, as forks of a warm Python."""
         settings = {
             "is_host": int(endpoint == self.address),
-            "last_call_timeout": 3,
+            "last_call_timeout": 6,
             "keep_alive_interval": 1,
             # An agent that is silent for longer on a loaded machine leaves the job, and never returns to it.
             "keep_alive_max_attempt": 8,

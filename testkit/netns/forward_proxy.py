@@ -74,5 +74,5 @@ class ForwardProxy:
             yield self
         finally:
             self._server.shutdown()
-            thread.join(10)
+            thread.join(60)
             self._server.server_close()

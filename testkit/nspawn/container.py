@@ -207,7 +207,7 @@ class Container:
         """Kill all its processes."""
         if self._wrapper is not None:
             self._wrapper.kill()
-            self._wrapper.wait(20)
+            self._wrapper.wait(60)
             self._forget()
 
     def wait_off(self, timeout_s: float = 60.0) -> int:

@@ -65,7 +65,7 @@ class Cloud:
             keys = Bucket(self._bucket_url, "ours").keys("run/commits/")
         else:
             url = f"{self._bucket_url}/storage/v1/b/ckpt/o?prefix={COMMITS}"
-            with urllib.request.urlopen(url, timeout=10) as answer:
+            with urllib.request.urlopen(url, timeout=60) as answer:
                 listing: dict[str, Any] = json.load(answer)
             keys = [item["name"] for item in listing.get("items", [])]
         # .../commits/GENERATION/STEP/NODE.json

@@ -97,7 +97,7 @@ class Machine:
         assert self._qemu is not None
         with suppress(OSError):
             self._order("quit")
-        self._qemu.wait(20)
+        self._qemu.wait(60)
 
     def is_off_within(self, seconds: float) -> bool:
         """Whether the VM switches itself off in this time."""
@@ -149,6 +149,6 @@ class Machine:
         if self.is_on:
             assert self._qemu is not None
             self._qemu.kill()
-            self._qemu.wait(20)
+            self._qemu.wait(60)
         if self.serial.exists():  # pytest shows it if the test has failed
             print(f"{self.name}:", self.serial.read_text(errors="replace")[-3000:])

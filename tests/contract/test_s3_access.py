@@ -131,7 +131,7 @@ def eight_refused(cloud: Cloud, store: S3Store) -> list[StoreError]:
         def moved(size_bytes: int) -> None:
             windows.append(size_bytes)
             if len(windows) == 1:  # the request is signed, and not sent yet
-                signed.wait(20)
+                signed.wait(60)
 
         try:
             store.create(f"shard{number}", Body(CONTENT, moved))

@@ -315,7 +315,7 @@ def a_bus(directory: Path, talk: Callable[[socket.socket], None]) -> Iterator[st
         thread.start()
         yield f"unix:path={directory}/bus"
         listener.shutdown(socket.SHUT_RDWR)
-        thread.join(10)
+        thread.join(60)
     for peer in peers:
         peer.close()
 

@@ -35,7 +35,7 @@ def filled(server: ForeignServer, prefix: str, objects: dict[str, bytes]) -> Ret
     for key, data in objects.items():
         name = quote(f"{prefix}/{key}", safe="")
         url = f"{server.url}/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={name}"
-        with urllib.request.urlopen(urllib.request.Request(url, data, method="POST"), timeout=10):
+        with urllib.request.urlopen(urllib.request.Request(url, data, method="POST"), timeout=60):
             pass
     return retrying(store_at(f"gs://{BUCKET}/{prefix}", server.url), budget_s=30.0)
 

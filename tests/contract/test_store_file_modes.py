@@ -267,7 +267,7 @@ def test_a_directory_that_is_swapped_for_a_link(tmp_path: Path) -> None:
         until(lambda: outcomes.add(put(0)) or outcomes == {True, False}, what="both outcomes")
     finally:
         over.set()
-        thread.join(10)
+        thread.join(60)
     assert not thread.is_alive()
     assert os.listdir(outside) == []
 

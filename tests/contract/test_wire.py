@@ -351,7 +351,7 @@ def test_the_server_closes_an_idle_connection(place: Place) -> None:
     for number in range(1, 4):
         closed.clear()
         assert get(wire).body == b"fine"
-        assert closed.wait(10)
+        assert closed.wait(60)
         assert server.accepted == number
 
 
@@ -361,7 +361,7 @@ def test_many_share_few_connections(plain: Place) -> None:
 
     def script(peer: Peer) -> None:
         while peer.request() is not None:
-            gate.wait(20)
+            gate.wait(60)
             peer.answer(200, b"fine")
 
     server, wire = plain.both(script, connections=2)
@@ -396,11 +396,11 @@ def test_idle_connections_are_closed(plain: Place, monkeypatch: pytest.MonkeyPat
     _, wire = plain.both(script, stall_s=0.2)
     before = set(threading.enumerate())
     get(wire)
-    assert ended.wait(10)
+    assert ended.wait(60)
     until(lambda: set(threading.enumerate()) <= before, what="the end of the watching thread")
     ended.clear()
     get(wire)
-    assert ended.wait(10)
+    assert ended.wait(60)
 
 
 def test_no_server(plain: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,7 +449,7 @@ def test_through_a_proxy(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
             back = threading.Thread(target=_pump, args=(beyond, peer.sock), daemon=True)
             back.start()
             _pump(peer.sock, beyond)
-            back.join(timeout=10)
+            back.join(timeout=60)
 
     with RawServer(script) as proxy:
         where = proxy.url.replace("http://", "http://me:pass%20word@")
@@ -551,7 +551,7 @@ def test_a_refusal_before_the_end_of_the_body(place: Place, read_bytes: int) -> 
         peer.answer(503, b"<Code>SlowDown</Code>", "Retry-After: 2", "Connection: close")
         peer.sock.shutdown(socket.SHUT_WR) if place.pem is None else None
         refused.set()
-        gone.wait(20)
+        gone.wait(60)
 
     refused, gone = threading.Event(), threading.Event()
     server, wire = place.both(script, stall_s=0.4)
@@ -588,7 +588,7 @@ def stalling(sent: bytes | None, gate: threading.Event) -> Script:
         else:
             peer.request()
             peer.send(sent)
-        gate.wait(20)
+        gate.wait(60)
 
     return script
 
@@ -709,7 +709,7 @@ def test_a_small_request_without_an_answer_gets_a_second_attempt(
         request = peer.request()
         assert request is not None
         begun.append((str(request.head).split()[1], request.body))
-        answers.wait(20)
+        answers.wait(60)
         peer.answer(200, b"fine")
 
     _, wire = plain.both(script, first_byte_s=20)

@@ -585,7 +585,7 @@ def test_a_start_waits_only_for_the_share_of_a_vm_that_left_the_job(
             assert not any(rank.training_start.id for rank in job.ranks)
             for rank in job.ranks:
                 rank.rendezvous.finished(Finished(met_id))
-        until(lambda: all(rank.training_start.id for rank in job.ranks), timeout_s=20)
+        until(lambda: all(rank.training_start.id for rank in job.ranks))
 
 
 def test_an_invalid_answer_proves_no_absence_of_shares() -> None:

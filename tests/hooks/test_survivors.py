@@ -57,7 +57,7 @@ def agreed(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     return [found[rank] for rank in steps]
 
 

@@ -183,7 +183,7 @@ class Agent:
     ) -> None:
         settings = {
             "is_host": int(is_host),
-            "last_call_timeout": 2,
+            "last_call_timeout": 5,
             "keep_alive_interval": 1,
             "keep_alive_max_attempt": 5,
         }

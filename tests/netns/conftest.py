@@ -66,7 +66,7 @@ class Network:
             relay.start()
             yield
             listener.shutdown(socket.SHUT_RDWR)
-            relay.join(10)
+            relay.join(60)
 
     def dropped_packets(self) -> int:
         """Number of packets that the present rule has matched."""

@@ -196,7 +196,7 @@ def test_a_shutdown_of_the_host_waits_for_the_commit(
         assert notice["severity"] == "shutting_down"
         verdict = daemon.lines.wait(event="verdict")
         assert verdict["verdict"] == "SAFE"
-        until(lambda: control(fake.url, "state")["shutdown"] == "gone", timeout_s=10)
+        until(lambda: control(fake.url, "state")["shutdown"] == "gone")
         (manifest,) = bucket.manifests()
         assert (manifest["kind"], manifest["step"]) == ("emergency", verdict["step"])
 
@@ -207,6 +207,6 @@ def test_a_shutdown_of_the_host_waits_for_the_commit(
 
         control(fake.url, "shutdown")
         until(lambda: len(daemon.lines.all(event="verdict")) == 2)
-        until(lambda: control(fake.url, "state")["shutdown"] == "gone", timeout_s=10)
+        until(lambda: control(fake.url, "state")["shutdown"] == "gone")
         daemon.kill(signal.SIGTERM)
         assert daemon.wait() == 0

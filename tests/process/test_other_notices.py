@@ -123,6 +123,6 @@ def _calls(url: str) -> list[dict[str, str]]:
     import json
     import urllib.request
 
-    with urllib.request.urlopen(f"{url}/_control/calls", timeout=10) as answer:
+    with urllib.request.urlopen(f"{url}/_control/calls", timeout=60) as answer:
         found: list[dict[str, str]] = json.loads(answer.read())
     return found

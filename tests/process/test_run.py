@@ -218,7 +218,7 @@ def test_a_killed_command_leaves_no_process(start: Start, killed: str) -> None:
     else:
         os.kill(pids[-1 if killed == "command" else -2], signal.SIGKILL)
         command.process.wait()
-    until(lambda: not any(map(is_running, pids)), what="the end of all processes", timeout_s=20)
+    until(lambda: not any(map(is_running, pids)), what="the end of all processes")
 
 
 def test_a_failed_trainer_is_restarted_and_its_exit_code_returned(start: Start) -> None:

@@ -139,7 +139,7 @@ class CommitterRig:
     def next(self) -> Observed:
         """The next event, except those that report earlier generations."""
         while True:
-            event = self.events.get(timeout=10)
+            event = self.events.get(timeout=60)
             if isinstance(event, GenerationClaimed):
                 self.was_found = event.is_found
                 return replace(event, is_found=False)
@@ -298,7 +298,7 @@ def test_the_age_of_the_newest_commit_is_posted(rig: CommitterRig, now: str, age
     committed.commit(rig.store, {"w": b"1"}, generation=4, step=70)
     rig.now = now
     with rig.committer():
-        events = iter(lambda: rig.events.get(timeout=10), None)
+        events = iter(lambda: rig.events.get(timeout=60), None)
         dated = next(event for event in events if isinstance(event, NewestDated))
     assert dated == NewestDated(CommitRef(4, 70), age_s)
 
@@ -314,7 +314,7 @@ def test_a_trainer_waits_for_no_history(rig: CommitterRig) -> None:
             committer.claim(ClaimGeneration(START))
 
     with rig.committer(then=restart):
-        events = [rig.events.get(timeout=10) for _ in range(4)]
+        events = [rig.events.get(timeout=60) for _ in range(4)]
     kinds = [type(event) for event in events]
     assert kinds == [RunRead, GenerationClaimed, GenerationClaimed, HistoryRead]
 
@@ -900,7 +900,7 @@ def test_the_chunks_of_a_commit_that_this_vm_has_not_fetched_are_not_known(
     """Another writer can plant a commit together with objects that have other bytes than their names say."""
     made = committed.commit(rig.store, {"model": b"m" * 2500})
     with rig.committer():
-        until(lambda: isinstance(rig.events.get(timeout=10), NewestDated), what="the newest commit")
+        until(lambda: isinstance(rig.events.get(timeout=60), NewestDated), what="the newest commit")
     assert not any(map(rig.known.names, made.chunks))
 
 
@@ -959,9 +959,9 @@ def test_the_history_of_earlier_vms_is_posted(rig: CommitterRig) -> None:
 
     def histories(boot: str) -> list[Observed]:
         with rig.committer(boot=boot):
-            events = [rig.events.get(timeout=10)]
+            events = [rig.events.get(timeout=60)]
             while not isinstance(events[-1], NewestDated):  # posted last
-                events.append(rig.events.get(timeout=10))
+                events.append(rig.events.get(timeout=60))
         return [event for event in events if isinstance(event, HistoryRead)]
 
     assert histories("first") == []

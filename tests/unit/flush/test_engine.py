@@ -187,7 +187,7 @@ def test_an_unexpected_error_becomes_an_event(flush: FlushRig) -> None:
             assert not flush.failure(staged).void
         flush.wait_until_idle()
     together = threading.Barrier(3)
-    flush.store.before = lambda *_: together.wait(20) and None
+    flush.store.before = lambda *_: together.wait(60) and None
     flush.flushed(staged_set(flush.run_directory, small_files(21)))
 
 
@@ -213,7 +213,7 @@ class SlowCreates:
                 body.next_window(WINDOW_BYTES)
             self.count += 1
             self.begun.release()
-            assert self.released.wait(20)
+            assert self.released.wait(60)
             body.rewind()
             again()
             create(key, body)
@@ -278,7 +278,7 @@ def test_flushed_is_posted_after_every_request(flush: FlushRig) -> None:
     """It is not posted while one of them is in flight."""
     held = threading.Event()
     last = noise(CHUNK, 9)
-    flush.store.before = lambda _, key: is_named(key, last) and held.wait(20)
+    flush.store.before = lambda _, key: is_named(key, last) and held.wait(60)
     flush.started(staged_set(flush.run_directory, {"a": noise(5 * CHUNK), "b": last, "c": b"c"}))
     until(lambda: len(flush.store.objects) == 6, what="all other chunks")
     until(lambda: flush.engine._idle == 2, what="the workers to find no task")
@@ -294,7 +294,7 @@ def test_a_chunk_whose_request_hangs_is_sent_once_more(
     """The set is stored without the answer, and the first request changes nothing when it ends."""
     monkeypatch.setattr(queue, "LATE_S_MIN", 0.1)
     let_go, hangs, last = threading.Event(), count(), noise(CHUNK, 9)
-    flush.store.before = lambda _, key: is_named(key, last) and not next(hangs) and let_go.wait(20)
+    flush.store.before = lambda _, key: is_named(key, last) and not next(hangs) and let_go.wait(60)
     staged = staged_set(flush.run_directory, {"a": noise(5 * CHUNK), "b": last})
     done = flush.flushed(staged)
     assert done.shards[1].extents[0].chunk.key in flush.store.objects
@@ -317,11 +317,11 @@ def test_a_late_attempt_that_fails_does_not_fail_the_flush(
 
     def before(_: str, key: str) -> None:
         if is_named(key, late) and not next(hangs):
-            assert let_go.wait(20)
+            assert let_go.wait(60)
             raise Transient("too late")
         if is_named(key, last):
             began.append(key)
-            assert held.wait(20)
+            assert held.wait(60)
 
     flush.store.before = before
     files = {"a": noise(5 * CHUNK), "b": late, "c": last}
@@ -477,9 +477,9 @@ def test_progress_counts_the_bytes_of_requests_in_flight(flush: FlushRig) -> Non
     flush.started(staged_set(flush.run_directory, {"a": noise(3 * CHUNK)}))
     progress: list[Event] = []
     while FlushProgress("f", 0, 3 * WINDOW_BYTES) not in progress:
-        progress.append(flush.events.get(timeout=20))
+        progress.append(flush.events.get(timeout=60))
     slow.released.set()
-    while not isinstance(event := flush.events.get(timeout=20), Flushed):
+    while not isinstance(event := flush.events.get(timeout=60), Flushed):
         progress.append(event)
     assert event.bytes_sent == 3 * CHUNK, "each byte counts once, however often a store reads it"
     assert progress[0] == FlushProgress("f", 0, 0)

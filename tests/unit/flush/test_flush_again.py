@@ -113,7 +113,7 @@ def test_after_a_failure_only_missing_bytes_are_sent(
     assert sent > 20 * CHUNK
     assert not any(isinstance(e, Flushed | FlushFailed) for e in flush.events.queue)
     flush.started(staged, flush_id="g")
-    assert flush.events.get(timeout=20) == FlushProgress("g", sent, 0)
+    assert flush.events.get(timeout=60) == FlushProgress("g", sent, 0)
     assert isinstance(flush.outcome(), Flushed)
     assert flush.store.bytes_sent == staged.size_bytes
 

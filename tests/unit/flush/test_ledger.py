@@ -114,7 +114,7 @@ def test_a_record_waits_for_the_verdict(rig: Rig) -> None:
     ledger = rig.ledger()
     ledger._is_urgent = lambda: asked.set() or rig.urgent  # type: ignore[func-returns-value]
     rig.record(ledger)
-    assert asked.wait(20)
+    assert asked.wait(60)
     assert not rig.store.requests
     rig.urgent = False
     assert until(rig.written, what="the record")
@@ -127,7 +127,7 @@ def test_a_record_is_dropped_when_fenced(rig: Rig) -> None:
     rig.record(ledger)
     done = threading.Event()
     assert ledger._worker.submit(done.set)
-    assert done.wait(20)
+    assert done.wait(60)
     assert not rig.store.requests
 
 
@@ -166,7 +166,7 @@ def test_a_damaged_bucket_costs_no_thread(rig: Rig, monkeypatch: pytest.MonkeyPa
     rig.record(ledger)
     done = threading.Event()
     assert ledger._worker.submit(done.set)
-    assert done.wait(20)
+    assert done.wait(60)
     assert rig.written() is None
     del rig.store.objects[foreign]
     rig.record(ledger, a_record(3))

@@ -241,7 +241,7 @@ def test_a_copy_without_progress_makes_way_for_a_newer_one(rig: Rig) -> None:
     rig.mirroring.start()
     rig.until_state(MirrorState.FAILING)
     rig.mirroring.committed(rig.commit(200))
-    until(lambda: rig.steps() == [200], what="the newer commit", timeout_s=20)
+    until(lambda: rig.steps() == [200], what="the newer commit")
 
 
 @pytest.mark.fault("M06")

@@ -154,7 +154,7 @@ def test_a_commit_waits_for_no_read_that_hangs(rig: Rig) -> None:
     entered, leave = threading.Event(), threading.Event()
     rig.store.before = _hanging(entered, leave)
     chunk = rig.created(b"bytes")
-    assert entered.wait(10)
+    assert entered.wait(60)
     rig.possession.settle()
     assert rig.known.holds([chunk])
     leave.set()

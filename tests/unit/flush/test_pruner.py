@@ -107,6 +107,6 @@ def test_only_a_chosen_vm_prunes(store: MemoryStore) -> None:
 
     stop = threading.Event()
     pruner(store, may_prune=may_prune, stop=stop).start()
-    assert asked.wait(20)
+    assert asked.wait(60)
     stop.set()
     assert not store.requests

@@ -53,7 +53,7 @@ def test_a_command_in_time_keeps_its_status(tmp_path: Path) -> None:
     run = limited(tmp_path, 200, f"echo output; {DETACHED} exit 3")
     assert run.communicate(timeout=60)[0] == "output\n"
     assert run.returncode == 3
-    until(lambda: has_ended(tmp_path), timeout_s=10)
+    until(lambda: has_ended(tmp_path))
 
 
 def test_the_tests_in_progress_are_named_with_their_stacks(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_the_tests_in_progress_are_named_with_their_stacks(tmp_path: Path) -> No
     assert "ci: test in progress: test_x.py::test_stuck" in text
     assert "in test_stuck" in text
     assert "sleep 1000" in text
-    until(lambda: has_ended(tmp_path), timeout_s=10)
+    until(lambda: has_ended(tmp_path))
 
 
 def test_ci_has_a_limit_and_names_its_step(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_the_reads_of_one_vm_do_not_grow_with_the_number_of_vms(tmp_path: Path, 
         health=StoreHealth(lambda _event: None),
     )
     committer.start()
-    while not isinstance(events.get(timeout=10), NewestDated):
+    while not isinstance(events.get(timeout=60), NewestDated):
         pass
     committer.close()
     at_start = len(store.manifests)

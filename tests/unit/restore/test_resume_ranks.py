@@ -28,7 +28,7 @@ class Vm(RestoreRig[OddStore]):
         self.may_read = threading.Event()
         self.may_read.set()
         self.now_s = 1000.0
-        store = OddStore(tmp_path / "store", lambda *_: self.may_read.wait(20))
+        store = OddStore(tmp_path / "store", lambda *_: self.may_read.wait(60))
         super().__init__(tmp_path / "staging", store, monotonic=lambda: self.now_s)
         self.story.join(ranks=3, start_id="first")
 
@@ -108,7 +108,7 @@ def test_ranks_in_the_queue_get_the_progress_of_the_current_download(vm: Vm) -> 
     vm.now_s += 10  # progress is sent at intervals; now it is due
     vm.may_read.set()
     for asked in (first, second):
-        message = asked.messages.get(timeout=20)
+        message = asked.messages.get(timeout=60)
         assert isinstance(message, Restoring)
         assert message.query_id == asked.query.query_id
 

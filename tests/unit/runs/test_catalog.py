@@ -255,7 +255,7 @@ def test_manifests_of_one_commit_are_read_in_parallel(
 
     def met(self: FileStore, key: str) -> bytes:
         events.append("read")
-        together.wait(20)
+        together.wait(60)
         return get(self, key)
 
     def decoded(data: bytes) -> Manifest:

@@ -77,7 +77,7 @@ def test_ls_reads_in_parallel_and_no_more_manifests_than_it_shows(
     thread.start()
     until(lambda: held.under_way == catalog.READS, what="parallel reads")
     held.release()
-    thread.join(20)
+    thread.join(60)
     assert held.most == catalog.READS
     assert [row["step"] for row in rows] == [found.ref.step for found in commits]
     assert all(row["complete"] for row in rows)
@@ -97,14 +97,14 @@ def test_the_manifests_in_memory_are_bounded_by_their_size(monkeypatch: pytest.M
     thread, taken = loading(store, commits)
     until(lambda: held.under_way == 3, what="as many reads as fit")
     held.release()
-    thread.join(20)
+    thread.join(60)
     assert held.most == 3
     assert len(taken) == 12
     monkeypatch.setattr(catalog, "IN_MEMORY_BYTES", 1)
     held = Held(store)
     held.release()
     thread, taken = loading(store, commits)
-    thread.join(20)
+    thread.join(60)
     assert held.most == 1
     assert len(taken) == 12
 

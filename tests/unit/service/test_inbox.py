@@ -53,14 +53,14 @@ def test_a_thread_that_posts_to_a_full_inbox_waits_for_room() -> None:
     until(lambda: len(inbox._of_trainers) == 3, what="a full inbox")
     other = threading.Thread(target=inbox.put, args=(Tick(),), daemon=True)
     other.start()
-    other.join(20)
+    other.join(60)
     assert not other.is_alive()
     assert inbox.get(0.0) == Tick()
     assert not over.is_set()
     for number in range(100):
         assert inbox.get(20.0) == TrainerProgress(1, number)
         assert len(inbox._of_trainers) <= 3
-    assert over.wait(20)
+    assert over.wait(60)
 
 
 @pytest.mark.fault("H07")
@@ -80,5 +80,5 @@ def test_a_closed_inbox_blocks_no_thread() -> None:
     waiting = threading.Thread(target=inbox.put, args=(Tick(),), daemon=True)
     waiting.start()
     inbox.close()
-    waiting.join(20)
+    waiting.join(60)
     assert not waiting.is_alive()

@@ -24,7 +24,7 @@ def handler(number):
 signal_reader.handle((signal.SIGTERM, signal.SIGINT), handler)
 signal.signal(signal.SIGUSR1, lambda *_: None)
 os.kill(os.getpid(), signal.SIGTERM)
-assert has_begun.wait(20)
+assert has_begun.wait(60)
 for number in (signal.SIGUSR1, signal.SIGINT):
     os.kill(os.getpid(), number)
 threading.Event().wait(20)

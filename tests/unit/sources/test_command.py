@@ -87,5 +87,5 @@ def test_a_program_that_prints_without_end_causes_few_events(tmp_path: Path) -> 
         of_notices = [each for each in events if isinstance(each, NoticeRaised | NoticeWithdrawn)]
         assert len(of_notices) <= len(flood) // 4096 + 4
         stop.set()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()

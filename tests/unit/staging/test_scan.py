@@ -281,7 +281,7 @@ def test_a_link_swapped_in_is_never_read(run: Path) -> None:
             results["read"] += 1
     finally:
         stop.set()
-        swapper.join(10)
+        swapper.join(60)
         os.close(set_fd)
 
 

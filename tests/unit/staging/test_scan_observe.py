@@ -132,12 +132,12 @@ def test_a_request_during_a_scan_gets_the_next_one(
     def held() -> Scanned:
         result = scan()
         inside.set()
-        assert resume.wait(20)
+        assert resume.wait(60)
         return result
 
     seen.scanner.scan = held  # type: ignore[method-assign]
     seen.observer.rescan()
-    assert inside.wait(20)
+    assert inside.wait(60)
     asked_mono_s = time.monotonic()
     seen.observer.rescan()
     resume.set()

@@ -581,7 +581,7 @@ def test_the_check_for_writers_harms_neither_side(run: Path) -> None:
         answers = {seal.is_written(run, "checkpoint-5", files) for _ in range(3000)}
     finally:
         stop.set()
-        writer.join(10)
+        writer.join(60)
         signal.signal(signal.SIGIO, handler)
     assert False in answers
     assert ended == []

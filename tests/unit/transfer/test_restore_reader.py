@@ -36,7 +36,7 @@ def reading(tmp_path: Path) -> Iterator[list[str]]:
     def before(what: str, key: str) -> None:
         if what == "get" and "/data/" in key:
             begun.append(key)
-            assert answers.wait(20)
+            assert answers.wait(60)
 
     store.before = before
     target = RestoreTarget(tmp_path / "here")
@@ -47,7 +47,7 @@ def reading(tmp_path: Path) -> Iterator[list[str]]:
         yield begun
     finally:
         answers.set()
-        thread.join(20)
+        thread.join(60)
     assert len(begun) == len(list((tmp_path / "here").iterdir())) == FILES
 
 

@@ -37,10 +37,10 @@ def test_tasks_run_in_parallel_up_to_the_limit() -> None:
         with lock:
             running += 1
             most = max(most, running)
-        barrier.wait(10)
+        barrier.wait(60)
         with lock:
             running -= 1
-        barrier.wait(10)
+        barrier.wait(60)
 
     parallel(range(6), meet, threads=3)
     assert most == 3
@@ -54,11 +54,11 @@ def test_after_the_first_error_no_task_begins_and_no_thread_is_left() -> None:
 
     def work(task: int) -> None:
         begun.append(task)
-        both_begun.wait(10)
+        both_begun.wait(60)
         if task == 0:
             failed.set()
             raise ValueError("task 0")
-        failed.wait(10)
+        failed.wait(60)
 
     before = set(threading.enumerate())
     with pytest.raises(ValueError, match="task 0"):
@@ -101,7 +101,7 @@ def test_a_lasting_thread_outlasts_its_errors(monkeypatch: pytest.MonkeyPatch) -
 
     thread = lasting_thread("test", run)
     thread.start()
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive()
     assert not outcomes
     assert [call.kwargs for call in log.calls] == [{"worker": "test"}] * 2
