@@ -33,21 +33,13 @@ def prove(state: State, *, is_final: bool = False) -> tuple[Verdict, str]:
 def _proved_at(state: State, position: Position | str | None) -> tuple[Verdict, str]:
     newest = state.commits.last_complete
     doubt = gpus.doubt(state)
-    ordered = state.newest_ordered_of(state.commits.stored)
-    is_empty = newest is None and ordered is None and state.commits.is_run_read
-    if newest is not None:
-        stands = doubt or f"{newest} stands"
-    elif is_empty:
-        stands = "no checkpoint of the run is whole"
-    elif not state.commits.is_run_read:
-        stands = "the store could not be read, and may have a whole checkpoint"
-    else:
-        stands = f"the manifest of {ordered} may exist, and the store has not confirmed it"
+    stands = (doubt or f"{newest} stands") if newest is not None else _may_stand(state)
+    below = Verdict.PARTIAL if stands else Verdict.LOST
+    stands = stands or "no checkpoint of the run is whole"
     if position is None:
         return Verdict.NO_TRAINING, f"no training was seen on this VM; {stands}"
     if state.part is not None:
         stands = f"{state.part}; {stands}"
-    below = Verdict.LOST if is_empty else Verdict.PARTIAL
     if state.starts.fenced_by is not None:
         return (
             below,
@@ -69,6 +61,21 @@ def _proved_at(state: State, position: Position | str | None) -> tuple[Verdict, 
         )
     was = "had completed no step" if position.step < 0 else f"was at step {position.step}"
     return Verdict.SAFE, f"training {was}, and {newest} is committed"
+
+
+def _may_stand(state: State) -> str:
+    """Which whole commit may stand although this VM has seen none; empty if it is sure that none does."""
+    if not state.commits.is_run_read:
+        return "the store could not be read, and may have a whole checkpoint"
+    other = state.starts.predecessor
+    if other is not None and other.newest is not None:
+        return f"{other.newest} stands, by the VM that this one replaces"
+    if other is not None and other.generation:
+        return "the VM that this one replaces may commit"
+    ordered = state.newest_ordered_of(state.commits.stored)
+    if ordered is not None:
+        return f"the manifest of {ordered} may exist, and the store has not confirmed it"
+    return ""
 
 
 def _safe_before(state: State) -> Position | None:

@@ -96,10 +96,14 @@ class Prefetch:
 
     def _run(self) -> None:
         retry_s = _RETRY_S_FIRST
-        while not self._is_over():
+        while not self._stop.is_set():
             wait_s = _LOOK_INTERVAL_S
+            is_over = self._is_over()
             try:
                 with explained(self._context.run.path, "check the disk of staging"):
+                    if is_over:
+                        self._downloads.remove_unasked()
+                        return
                     self._fetch_newest()
                 retry_s = _RETRY_S_FIRST
             except Stopped:
@@ -108,18 +112,19 @@ class Prefetch:
                 self._show(PrefetchState.WAITING, error.line())
                 wait_s, retry_s = retry_s, min(2 * retry_s, _RETRY_S_MAX)
             except SwansongError as error:
-                self._show(PrefetchState.FAILED, error.line())
-                cause = error.__cause__
-                if not isinstance(cause, OSError) or cause.errno not in SHORT_OF_RESOURCES:
-                    return  # a trainer that asks gets the same error, or finds more room
+                if is_over:
+                    _log.warning("prefetch_not_removed", reason=error.line())
+                else:
+                    self._show(PrefetchState.FAILED, error.line())
+                    cause = error.__cause__
+                    if not isinstance(cause, OSError) or cause.errno not in SHORT_OF_RESOURCES:
+                        return  # a trainer that asks gets the same error, or finds more room
                 wait_s, retry_s = retry_s, min(2 * retry_s, _RETRY_S_MAX)
             except Exception as error:
                 _log.exception("prefetch_fault")
                 self._show(PrefetchState.FAILED, f"{type(error).__name__}: {error}")
                 return
             self._stop.wait(wait_s)
-        if not self._stop.is_set():
-            self._downloads.remove_unasked()
 
     def _is_over(self) -> bool:
         """Whether no trainer needs the prefetch any more."""

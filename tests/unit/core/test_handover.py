@@ -113,6 +113,20 @@ def test_the_status_shows_the_newest_commit_of_the_other_vm() -> None:
     assert shown.replication_lag.seconds == 3.0
 
 
+@pytest.mark.parametrize(
+    ("newest", "stands"), [(CommitRef(1, 40), "step 40 stands"), (None, "may commit")]
+)
+def test_a_vm_that_still_waits_has_lost_nothing(newest: CommitRef | None, stands: str) -> None:
+    """Its own notice gets PARTIAL: it has read the run before the other VM committed."""
+    story = next_vm()
+    story.join()
+    story.tell(PredecessorFound(story.now, generation=1, left_s=100.0, newest=newest))
+    story.notice(25)
+    story.wait(26)
+    assert story.verdicts[-1].startswith("PARTIAL")
+    assert stands in story.last(Conclude).reason
+
+
 def test_a_job_over_several_vms_waits_for_nothing() -> None:
     """Its rendezvous decides which VMs begin a start."""
     story = next_vm()

@@ -21,7 +21,6 @@ from swansong_bucket.errors import StagingError, Transient
 from swansong_bucket.format.manifest import Manifest
 from swansong_bucket.model import CommitRef
 from swansong_bucket.stores.base import ObjectInfo, Sink
-from swansong_bucket.util import threads
 from swansongd.core.events import FenceFound, RunRead
 from swansongd.core.state import Predecessor
 from swansongd.restore import downloads
@@ -549,7 +548,6 @@ def test_a_prefetch_that_no_trainer_gets_is_deleted_after_a_disk_error(
     vm: Vm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The daemon had no descriptor left for a moment: the prefetch would keep its room for good."""
-    monkeypatch.setattr(threads, "_FAULT_PAUSE_S", 0.01)
     vm.commit(100)
     vm.prefetch.start()
     vm.shows("ready")
@@ -563,6 +561,8 @@ def test_a_prefetch_that_no_trainer_gets_is_deleted_after_a_disk_error(
         raise StagingError("cannot be used: Too many open files")
 
     monkeypatch.setattr(downloads, "_opened_restored", opened)
-    vm.prefetch.answered()  # to a trainer that got another directory
-    until(lambda: not vm.directories, what="the removal")
+    with capture_logs() as logs:
+        vm.prefetch.answered()  # to a trainer that got another directory
+        until(lambda: not vm.directories, what="the removal")
     assert failed.is_set()
+    assert [log["event"] for log in logs if log["log_level"] != "info"] == ["prefetch_not_removed"]
