@@ -77,7 +77,7 @@ class RunningChannel:
 
     @property
     def lines(self) -> list[str]:
-        return [json.dumps([call.args, call.kwargs]) for call in self.log.calls]
+        return [json.dumps([call.args, call.kwargs], default=str) for call in self.log.calls]
 
     def connect(self) -> Client:
         return Client(self.path)

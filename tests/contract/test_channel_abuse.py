@@ -223,7 +223,6 @@ def test_descriptors_that_a_peer_passes_are_not_taken(
 
 
 @pytest.mark.fault("H07")
-@pytest.mark.fault("H07")
 @pytest.mark.parametrize("watched", ["the connection", "its process"])
 def test_a_peer_that_the_kernel_does_not_watch_is_turned_away(
     running: RunningChannel, monkeypatch: pytest.MonkeyPatch, watched: str
@@ -248,6 +247,7 @@ def test_a_peer_that_the_kernel_does_not_watch_is_turned_away(
     assert_serves(running)
 
 
+@pytest.mark.fault("H07")
 def test_without_descriptors_connected_peers_are_served_and_nothing_spins() -> None:
     """Without free descriptors the daemon accepts no peer, serves the connected ones, and does not spin."""
     script = """

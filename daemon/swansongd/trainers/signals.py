@@ -30,7 +30,6 @@ from pathlib import Path, PurePath
 
 from swansong.fields import PROCESS_PREFIX
 from swansong_bucket.config.values import signal_number
-from swansong_bucket.util.threads import lasting_thread
 
 from swansongd.config.config import TrainerConfig
 from swansongd.core.events import (
@@ -117,6 +116,9 @@ class SignalSender:
         self._poller = select.poll()
         self._poller.register(self._wakefd, select.POLLIN)
         self._stop = threading.Event()
+        # Slow to import, and the commands only look for the process.
+        from swansong_bucket.util.threads import lasting_thread  # noqa: PLC0415
+
         self._thread = lasting_thread("signals", self._run)
 
     def start(self) -> None:
