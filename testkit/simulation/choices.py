@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choices of a simulation, each under a name of its own, to be noted and to be replayed.
+"""The choices of a simulation, each with a different name, to be noted and to be replayed.
 
 A choice is the draw of a number, or a turn that another thread gets.  A replay takes its choices from a
 script.  All choices outside of the script are calm: no fault happens, delays are long, and the first
@@ -112,7 +112,7 @@ class _Draws(_Random):
 
 
 class _NotedSchedule(Schedule):
-    """A schedule whose turns are choices.  Each thread has a name of its own."""
+    """A schedule whose turns are choices.  No two threads have the same name."""
 
     def __init__(self, choices: Choices, seed: int, **options: Any) -> None:
         self._choices = choices

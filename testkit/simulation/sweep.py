@@ -97,7 +97,7 @@ def run(simulators: list[str], first: int, seeds: int, processes: int, file: Pat
     """Run these seeds of each simulator; returns 1 if one fails.
 
     Args:
-        file: has the results, and continues those of the same code.
+        file: of the results; units that it has for the same code are not run again.
     """
     wanted = units(simulators, first, seeds)
     known = earlier(file, code())

@@ -539,7 +539,7 @@ def test_a_daemon_answers_when_its_own_share_is_committed() -> None:
 def with_another_launch(*, asks: bool = False) -> Node:
     """The job was launched again while this VM commits step 9.  A process of another launch connects, too.
 
-    That process began before the ranks of the new launch and after those of the first start.
+    That process began after the ranks of the first start, and before the ranks of the new launch.
 
     Args:
         asks: its start has yet to begin.
