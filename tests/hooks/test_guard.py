@@ -708,12 +708,18 @@ def test_a_daemon_that_does_not_read_does_not_stop_the_loop(
 ) -> None:
     """A full socket drops the message and causes a reconnect; nothing blocks."""
     with FakeDaemon(tmp_path) as daemon:
-        release = threading.Event()
-        daemon.on_query = lambda _: release.wait(60)  # blocks the thread of the fake daemon
+        blocked, release = threading.Event(), threading.Event()
+
+        def stop_reading(_query: str) -> None:
+            blocked.set()
+            release.wait(60)
+
+        daemon.on_query = stop_reading
         guard = attach({"counter": counter})
         channel = guard._session.channel
         assert channel.is_connected()
         assert channel.send(RestoreQuery("q"))
+        assert blocked.wait(60)  # a Hello that is read after the hang-up is not counted
         begun_s = time.monotonic()
         while channel.send(Bye("x" * 60000)):
             assert time.monotonic() - begun_s < 60
