@@ -46,6 +46,7 @@ def version_finding(vm: Container) -> dict[str, str]:
     return found
 
 
+@pytest.mark.fault("H14")
 def test_a_package_changes_under_a_running_trainer(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
     """An upgrade restarts the daemon, which sends the set that it had not sent; in an evacuation it waits.
 

@@ -54,7 +54,7 @@ def test_every_row_has_a_fault_and_layers() -> None:
     for row, facts in MATRIX.items():
         assert facts["fault"], row
         assert facts["layers"], row
-        assert facts.keys() <= {"fault", "layers", "open"}, row
+        assert facts.keys() == {"fault", "layers"}, row
 
 
 def test_every_marked_row_exists() -> None:
@@ -62,9 +62,8 @@ def test_every_marked_row_exists() -> None:
     assert not unknown
 
 
-def test_every_row_is_covered_or_open() -> None:
-    missing = [row for row in MATRIX if row not in covered() and "open" not in MATRIX[row]]
-    assert not missing, "cover them, or name the issue that will with open = ..."
+def test_every_row_is_covered() -> None:
+    assert not MATRIX.keys() - covered().keys()
 
 
 def test_every_claimed_layer_of_a_covered_row_has_a_test() -> None:
@@ -75,8 +74,3 @@ def test_every_claimed_layer_of_a_covered_row_has_a_test() -> None:
         if unshown := set(MATRIX[row]["layers"].split()) - shown - {WITHOUT_TEST}:
             wrong[row] = sorted(unshown)
     assert not wrong, "mark a test in each of these layers, or remove the claim"
-
-
-def test_no_covered_row_is_open() -> None:
-    stale = {row: files for row, files in covered().items() if "open" in MATRIX.get(row, {})}
-    assert not stale, "remove the field open"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import stat
 import threading
@@ -26,6 +27,7 @@ from swansongd.restore import resume as resume_module
 from swansongd.restore.resume import BUDGET_S
 
 from testkit import committed
+from testkit.memory_store import MemoryStore
 from testkit.odd_store import OddStore
 from testkit.records import KEY
 from testkit.restore_rig import RestoreRig
@@ -33,6 +35,7 @@ from testkit.story import Story, a_set
 from testkit.waiting import until
 
 FILES = {"weights.bin": bytes(range(256)) * 20}
+NEWER_FILES = {"weights.bin": bytes(5000)}
 
 
 class Vm(RestoreRig[ObjectStore]):
@@ -107,6 +110,35 @@ def test_a_commit_is_downloaded_byte_for_byte(vm: Vm) -> None:
     assert 3599 <= answer.age_s < 4000
     assert Path(answer.path).parent == vm.restored
     assert committed.tree(Path(answer.path)) == FILES
+
+
+def restored_during_a_commit(directory: Path, number: int) -> tuple[Restored, bool]:
+    """The answer, if another VM commits step 200 before a request; and whether there was such a request."""
+    store = MemoryStore()
+    committed.commit(store, FILES, step=100, nonce="a100")
+    rig = RestoreRig(directory, store)
+    requests = itertools.count()
+
+    def before(*_request: str) -> None:
+        if next(requests) == number:
+            committed.commit(store, NEWER_FILES, step=200, nonce="a200")
+
+    store.before = before
+    return rig.ask().answer(), next(requests) > number
+
+
+@pytest.mark.fault("G13")
+def test_a_commit_during_a_restore_is_restored_whole_or_not_at_all(tmp_path: Path) -> None:
+    """Another VM may commit before any request of the restore."""
+    steps = set()
+    for number in itertools.count():
+        answer, was_reached = restored_during_a_commit(tmp_path / str(number), number)
+        files = {100: FILES, 200: NEWER_FILES}[answer.step]
+        assert committed.tree(Path(answer.path)) == files
+        steps.add(answer.step)
+        if not was_reached:
+            break
+    assert steps == {100, 200}
 
 
 @pytest.mark.fault("G11")
