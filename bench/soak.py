@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hours of a real daemon with its trainer under faults: do memory, descriptors, threads and disk stay flat?
 
-    python -m bench.soak --hours 8 --json soak.jsonl
+    unshare --net sh -c 'ip link set lo up && exec python -m bench.soak --hours 8 --json soak.jsonl'
     python -m bench.soak --table soak.jsonl --plot soak.svg
 
 The trainer saves every five seconds to an emulated S3 with a mirror.  About every twenty seconds something
 happens: a notice that the cloud withdraws after the verdict, a killed trainer, an outage of the store or of
-the mirror, a prune.  In the first tenth of the time the daemon is killed, too, and VMs lose their power and
-their disk; then one daemon lives until the end.  A trainer that resumes after SAFE must begin at that step.
+the mirror, a prune, a step of the VM's clock.  In the first tenth of the time the daemon is killed, too, and
+VMs lose their power and their disk; then one daemon lives until the end.  A trainer that resumes after SAFE
+must begin at that step.
+
+It needs gcc for the steps of the clock; times of files do not follow them.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import json
 import os
 import random
 import statistics
+import struct
+import subprocess
 import tempfile
 import threading
 import time
@@ -33,17 +38,29 @@ from testkit.clouds import Aws, Bucket
 from testkit.emulators.process import EmulatorProcess
 from testkit.rig import CREDENTIALS, Process, Vm
 
+CLOCK = Path(__file__).with_name("clock.c")
 SAMPLE_S = 10.0
 PAUSE_S = (5.0, 35.0)
 NOTICE_S = 60.0
 OUTAGE_S = 8.0
 RESTARTS_SHARE = 0.1
 """Share of the time in which daemons and VMs end."""
+KEEP_S = 600.0
+"""``retention.keep_within_s``: the hour of real runs would let the bucket grow for an hour."""
 SIZE_BYTES = 200_000
 """Of each of the three files of a checkpoint."""
-LIVE = {"notice": 6, "kill trainer": 4, "outage": 3, "outage of the mirror": 1, "prune": 2}
+CLOCK_STEPS_S = (-3600, -60, -2, 2, 30, 3600)
+"""Offsets to the true time.  The last one lets a deadline pass early, and the first one late."""
+LIVE = {
+    "notice": 6,
+    "kill trainer": 4,
+    "outage": 3,
+    "outage of the mirror": 1,
+    "prune": 2,
+    "clock": 2,
+}
 ENDING = {**LIVE, "kill daemon": 3, "power cut": 4}
-COLUMNS = ("rss_mb", "descriptors", "threads", "staging_files", "commits", "chunks")
+COLUMNS = ("rss_mb", "descriptors", "threads", "disk_mb", "commits", "chunks")
 
 
 class Soak:
@@ -69,6 +86,19 @@ class Soak:
             imds = start(EmulatorProcess("testkit.emulators.aws_imds", "--port", "0"))
             self._aws = Aws(imds.url)
             self._disks = Path(start(tempfile.TemporaryDirectory(prefix="soak-")))
+            self._clock, self._preload = self._disks / "clock", self._disks / "clock.so"
+            self._clock.write_bytes(bytes(8))
+            compiler = [
+                "gcc",
+                "-O2",
+                "-Wall",
+                "-shared",
+                "-fPIC",
+                "-o",
+                str(self._preload),
+                str(CLOCK),
+            ]
+            subprocess.run(compiler, check=True)
             self._next_vm()
             pause, due_s = threading.Event(), 0.0
             while self._now < self._seconds:
@@ -91,18 +121,32 @@ class Soak:
         settings = {
             "run": {"checkpoint_interval_s": 5},
             "mirror": self._mirror.store,
-            "retention": {"keep_last": 3, "keep_within_s": "1h", "in_daemon": True},
+            "retention": {"keep_last": 3, "keep_within_s": KEEP_S, "in_daemon": True},
         }
         self._vm = self._stack.enter_context(
-            Vm(disk, self._bucket.store, metadata=self._aws.metadata, settings=settings)
+            Vm(
+                disk,
+                self._bucket.store,
+                metadata=self._aws.metadata,
+                settings=settings,
+                constants={"swansongd.config.config.KEEP_WITHIN_S_MIN": KEEP_S},
+            )
         )
-        self._daemon = self._vm.start_daemon()
+        self._daemon = self._vm.start_daemon(**self._env)
         self._train()
+
+    @property
+    def _env(self) -> dict[str, str]:
+        return {"LD_PRELOAD": str(self._preload), "CLOCK_OFFSET": str(self._clock)}
+
+    def _step_clock(self, offset_s: int) -> None:
+        with open(self._clock, "r+b") as file:  # the processes have mapped it
+            file.write(struct.pack("q", offset_s))
 
     def _train(self) -> None:
         command = [str(TRAINERS / "witness.py"), "--size-bytes", str(SIZE_BYTES)]
         self._trainer = self._vm.start_trainer(
-            "--step-delay-s", "0.05", *command[1:], script=command[0]
+            "--step-delay-s", "0.05", *command[1:], script=command[0], **self._env
         )
         resumed = self._trainer.lines.wait(timeout_s=120, event="resumed")
         if self._safe_step not in (None, resumed["from_step"]):
@@ -127,11 +171,13 @@ class Soak:
             case "outage of the mirror":
                 self._mirror.order("outage", seconds=OUTAGE_S)
             case "prune":
-                done = self._vm.swansong("prune")
+                done = self._vm.swansong("prune", **self._env)
                 self.counts[f"prune: exit code {done.returncode}"] += 1
+            case "clock":
+                self._step_clock(self._random.choice((0, *CLOCK_STEPS_S)))
             case "kill daemon":
                 self._daemon.kill()
-                self._daemon = self._vm.start_daemon()
+                self._daemon = self._vm.start_daemon(**self._env)
             case "power cut":
                 if self._notice() == "SAFE":
                     self._safe_step = self._steps()
@@ -164,7 +210,7 @@ class Soak:
     def _sample(self) -> None:
         if self._daemon.popen.poll() is not None:
             self.problems.append(f"the daemon ended with {self._daemon.popen.returncode}")
-            self._daemon = self._vm.start_daemon()
+            self._daemon = self._vm.start_daemon(**self._env)
         keys: Sequence[str] = ()
         with suppress(StoreError):  # an outage
             keys = [info.key for info in self._bucket.client.list("")]
@@ -172,7 +218,7 @@ class Soak:
             "at_s": round(self._now, 1),
             "life": f"{self._life}.{self._daemon.pid}",
             **_process(self._daemon),
-            "staging_files": sum(len(files) for _, _, files in os.walk(self._vm.staging)),
+            "disk_mb": _disk_mb(self._vm.disk),
             "commits": sum("/commits/" in key for key in keys) if keys else None,
             "chunks": sum("/data/" in key for key in keys) if keys else None,
             "counts": dict(self.counts),
@@ -190,6 +236,16 @@ def _process(process: Process) -> dict[str, float]:
         "threads": int(fields["Threads"]),
         "descriptors": len(os.listdir(home / "fd")),
     }
+
+
+def _disk_mb(directory: Path) -> float:
+    """Size of all files, of which some vanish meanwhile."""
+    size = 0
+    for home, _, names in os.walk(directory):
+        for name in names:
+            with suppress(FileNotFoundError):
+                size += os.lstat(os.path.join(home, name)).st_size
+    return round(size / 1e6, 1)
 
 
 def table(path: Path) -> str:
@@ -225,7 +281,7 @@ def plot(path: Path, picture: Path) -> None:
     import matplotlib.pyplot as plt  # noqa: PLC0415
 
     samples = [json.loads(line) for line in path.read_text().splitlines()]
-    groups = (("rss_mb",), ("descriptors", "threads", "staging_files"), ("commits", "chunks"))
+    groups = (("rss_mb",), ("descriptors", "threads", "disk_mb"), ("commits", "chunks"))
     figure, axes = plt.subplots(1, 3, figsize=(10, 3), layout="constrained")
     for axis, group in zip(axes, groups, strict=True):
         for column in group:

@@ -244,10 +244,11 @@ class Vm:
                 raise
         return self.daemon
 
-    def start_trainer(self, *arguments: str, script: str = "char_lm.py") -> Process:
+    def start_trainer(self, *arguments: str, script: str = "char_lm.py", **env: str) -> Process:
         """Start an example trainer; its progress is JSON lines."""
         command = [sys.executable, "-u", str(EXAMPLES / script), *arguments]
-        self.trainer = self.spawn(command, lines_on="stdout", SWANSONG_SOCKET=str(self.socket))
+        env = {"SWANSONG_SOCKET": str(self.socket), **env}
+        self.trainer = self.spawn(command, lines_on="stdout", **env)
         return self.trainer
 
     def spawn(self, command: list[str], *, lines_on: str = "stderr", **env: str) -> Process:
