@@ -323,10 +323,25 @@ def test_the_bucket_is_in_another_region(cloud: Cloud) -> None:
 
 
 @pytest.mark.fault("O06")
-def test_a_wrong_clock(cloud: Cloud) -> None:
-    """Permanent, without retries, and a hint that names the clock."""
+@pytest.mark.parametrize("ahead_s", [-3600, 3600])
+def test_a_wrong_clock_costs_a_request(cloud: Cloud, ahead_s: int) -> None:
+    """A refused signature is made again with the store's time; later ones have it from the beginning."""
     store = cloud.open()
-    cloud.order("clock", ahead_s=3600)
+    cloud.order("clock", ahead_s=ahead_s)
+    assert store.head("shard") is None  # the refusal of a HEAD has no code
+    store.create("shard", Body(CONTENT))
+    assert stored(store) == CONTENT
+    assert [method for method, _ in cloud.requests()] == ["HEAD", "HEAD", "GET", "PUT", "GET"]
+    cloud.order("clock", ahead_s=0)  # the clock of the VM is set right
+    store.create("second", Body(CONTENT))
+    assert stored(store, "second") == CONTENT
+
+
+@pytest.mark.fault("O06")
+def test_a_clock_that_is_wrong_by_days(cloud: Cloud) -> None:
+    """Permanent, and a hint that names the clock: no signature is valid days later."""
+    store = cloud.open()
+    cloud.order("clock", ahead_s=2 * 86400)
     with pytest.raises(Permanent) as caught:
         store.create("key", Body(b"x"))
     assert "clock" in caught.value.hint

@@ -12,6 +12,8 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime, parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -162,6 +164,26 @@ def test_an_acknowledgement_with_another_md5_is_transient(serve: Callable[..., R
     store = opened(serve(lambda _request: (201, other, b"")))
     with pytest.raises(Transient, match="other bytes"):
         store.put("key", b"content")
+
+
+@pytest.mark.fault("O06")
+def test_a_wrong_clock_costs_a_request(serve: Callable[..., RawServer]) -> None:
+    """A refused signature is made again with the store's time."""
+    asked = []
+
+    def answer(request: Request) -> Answer:
+        date = request.header("x-ms-date")
+        assert date is not None
+        asked.append(date)
+        true = datetime.now(UTC) + timedelta(hours=1)
+        if abs(true - parsedate_to_datetime(date)) < timedelta(minutes=15):
+            return EMPTY
+        return 403, {"Date": format_datetime(true, usegmt=True)}, b""
+
+    store = opened(serve(answer))
+    store.check()
+    store.check()
+    assert len(asked) == 3
 
 
 if "azurite" in SERVERS:  # make test-stores

@@ -7,7 +7,6 @@ The end of a retention is computed on the store's clock, which the Date header o
 from __future__ import annotations
 
 import abc
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,12 +15,11 @@ from typing import Any, ClassVar, Literal
 
 from swansong.bounds import BoundsError, text
 
-from swansong_bucket.errors import Forbidden, Locked, NotFound, Permanent, Transient
-from swansong_bucket.util.http1 import http_date
+from swansong_bucket.errors import Forbidden, Locked, NotFound, Permanent
+from swansong_bucket.stores.clock import StoreClock
 
 LockMode = Literal["governance", "compliance"]
 DAY_S = 86400.0
-_CLOCK_VALID_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,34 +30,6 @@ class Lock:
     """``governance``: a special right can end it early.  ``compliance``: nothing can."""
     period_s: Callable[[str], float]
     """Returns the period for a key; 0: the object gets no retention."""
-
-
-class StoreClock:
-    """The store's clock.
-
-    Args:
-        ask: sends a request, whose response is observed.
-    """
-
-    def __init__(self, ask: Callable[[], object]) -> None:
-        self._ask = ask
-        self._seen: tuple[str, float] | None = None
-
-    def observe(self, date: str) -> None:
-        """Note the Date header of a response that has just arrived."""
-        if date:
-            self._seen = date, time.monotonic()
-
-    def now_unix_s(self) -> float:
-        """The present time; sends a request if the store has sent none for an hour."""
-        if self._seen is None or time.monotonic() - self._seen[1] > _CLOCK_VALID_S:
-            self._ask()
-        if self._seen is not None:
-            date, mono_s = self._seen
-            stated = http_date(date)
-            if stated is not None:
-                return stated.timestamp() + time.monotonic() - mono_s
-        raise Transient("the responses of the store have no valid Date header")
 
 
 def stamp(unix_s: float) -> str:

@@ -380,12 +380,12 @@ def _step_clock() -> str:
 
 
 def judge_skew(skew_s: float | None, server: str) -> Judgement:
-    """Whether the clock is accurate enough for deadlines and signatures."""
+    """Whether the clock is accurate enough for deadlines, credentials and certificates."""
     if skew_s is None:
         return skipped(f"{server} sent no Date header")
     found = f"{abs(skew_s):.0f} s {'behind' if skew_s < 0 else 'ahead of'} {server}"
     if abs(skew_s) >= CLOCK_FAILURE_S:
-        return failure(f"{found}: the store will refuse signatures", _step_clock())
+        return failure(f"{found}: credentials and certificates may count as invalid", _step_clock())
     if abs(skew_s) >= CLOCK_WARNING_S:
         return warning(found, _step_clock())
     return ok(f"within {CLOCK_WARNING_S:g} s of {server}")

@@ -7,7 +7,9 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from email.utils import formatdate
+from dataclasses import dataclass
+from datetime import datetime
+from email.utils import format_datetime
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -32,8 +34,9 @@ from swansong_bucket.stores.azure.auth import (
     from_environment,
 )
 from swansong_bucket.stores.base import Body, Sink, account_container_and_prefix, named
+from swansong_bucket.stores.clock import SigningClock
 from swansong_bucket.stores.credentials import CredentialCache
-from swansong_bucket.stores.http.client import Response
+from swansong_bucket.stores.http.client import Response, Wire
 from swansong_bucket.stores.remote import ENDPOINT, WireLimits, refusal, translated, wire_to
 from swansong_bucket.stores.responses import one_line, xml_text
 
@@ -77,6 +80,18 @@ class BlobMissing(NotFound):
     """The container exists, and the blob does not."""
 
 
+@dataclass(frozen=True, slots=True)
+class AzureRequest:
+    """A request before it is authorized."""
+
+    method: str
+    path: str
+    parameters: Mapping[str, str]
+    headers: Mapping[str, str]
+    body: Body | None
+    sink: Sink | None
+
+
 class AzureAccess:
     """Requests to one container, with its connections and credentials.
 
@@ -104,6 +119,7 @@ class AzureAccess:
         self._credentials = CredentialCache(
             "Azure", load=self._load_credentials, fetch=_fetched, has_expired=_has_expired
         )
+        self._signing = SigningClock()
         self._wire = wire_to(self._address, config, limits, trusted)
 
     def renew_credentials(self) -> None:
@@ -127,27 +143,15 @@ class AzureAccess:
             Transient: also when other credentials were found after a refusal.
             StoreError: the store refused the request.
         """
-        parameters, headers = parameters or {}, headers or {}
         path = self._path if key is None else f"{self._path}/{quote(self.prefix + key)}"
         with named(f"{what} in {self._url}"):
             credentials = self._credentials.get()
-            sent = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": _VERSION, **headers}
-            query = urlencode(parameters, quote_via=quote)
-            match credentials:
-                case SharedKey():
-                    length = (
-                        {"content-length": str(body.size_bytes)} if body and body.size_bytes else {}
-                    )
-                    sent["authorization"] = credentials.authorization(
-                        method, path, parameters, {**sent, **length}
-                    )
-                case Sas():
-                    query = "&".join(filter(None, (query, credentials.query)))
-                case Token():
-                    sent["authorization"] = f"Bearer {credentials.text}"
-            response = self._wire.request(
-                method, f"{path}?{query}" if query else path, sent, body=body, sink=sink
-            )
+            request = AzureRequest(method, path, parameters or {}, headers or {}, body, sink)
+            signed = self._signing.now()
+            response = _sent(self._wire, credentials, request, signed)
+            date = response.headers.get("date", "")
+            if response.status == 403 and self._signing.explains(signed, date):
+                response = _sent(self._wire, credentials, request, self._signing.now())
             if response.status < 300:
                 self._credentials.accept(credentials)
                 return response
@@ -170,6 +174,27 @@ class AzureAccess:
             )
         with _errors_of_identity():
             return Identity(self._timeout_s)
+
+
+def _sent(
+    wire: Wire, credentials: AzureCredentials, request: AzureRequest, signed: datetime
+) -> Response:
+    """Authorize a request with this time, and send it, once."""
+    date = format_datetime(signed, usegmt=True)
+    body, headers = request.body, {"x-ms-date": date, "x-ms-version": _VERSION, **request.headers}
+    query = urlencode(request.parameters, quote_via=quote)
+    match credentials:
+        case SharedKey():
+            length = {"content-length": str(body.size_bytes)} if body and body.size_bytes else {}
+            headers["authorization"] = credentials.authorization(
+                request.method, request.path, request.parameters, {**headers, **length}
+            )
+        case Sas():
+            query = "&".join(filter(None, (query, credentials.query)))
+        case Token():
+            headers["authorization"] = f"Bearer {credentials.text}"
+    target = f"{request.path}?{query}" if query else request.path
+    return wire.request(request.method, target, headers, body=body, sink=request.sink)
 
 
 def _fetched(source: AzureCredentials | Identity) -> AzureCredentials:

@@ -18,11 +18,11 @@ from swansong.bounds import BoundsError
 from swansong_bucket.config.sections import StoreAccess
 from swansong_bucket.errors import ConfigError, Permanent, StoreError, Transient
 from swansong_bucket.stores.base import RENEW_BELOW_S, Body, Sink, bucket_and_prefix, named
+from swansong_bucket.stores.clock import StoreClock
 from swansong_bucket.stores.credentials import CredentialCache
 from swansong_bucket.stores.http.client import REFUSAL_BYTES_MAX, Response, Wire
 from swansong_bucket.stores.remote import ENDPOINT, WireLimits, refusal, translated, wire_to
 from swansong_bucket.stores.responses import one_line, xml_text
-from swansong_bucket.stores.retention import StoreClock
 
 _ADDRESS = "https://storage.googleapis.com"
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"

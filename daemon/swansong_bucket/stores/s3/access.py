@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -20,11 +20,11 @@ from urllib.parse import parse_qs, urlsplit
 from swansong_bucket.config.sections import StoreAccess
 from swansong_bucket.errors import Exists, NotFound, Permanent, StoreError, Transient
 from swansong_bucket.stores.base import Body, Sink, bucket_and_prefix, named
+from swansong_bucket.stores.clock import SigningClock, StoreClock
 from swansong_bucket.stores.credentials import CredentialCache
 from swansong_bucket.stores.http.client import Response, Wire
 from swansong_bucket.stores.remote import ENDPOINT, WireLimits, refusal, translated, wire_to
 from swansong_bucket.stores.responses import one_line, xml_text
-from swansong_bucket.stores.retention import StoreClock
 from swansong_bucket.stores.s3.sigv4 import (
     EMPTY_PAYLOAD,
     AwsCredentials,
@@ -128,6 +128,7 @@ class S3Access:
         self._url = config.url or ""
         self.bucket, self.prefix = bucket_and_prefix(self._url)
         self.clock = StoreClock(check)
+        self._signing = SigningClock()
         self._config = config
         self._limits = limits
         self._region = config.region
@@ -172,7 +173,11 @@ class S3Access:
     def _exchange(self, request: S3Request) -> Response:
         route, credentials = self.route(), self._credentials.get()
         method = request.method
-        response = _sent(route, credentials, request)
+        signed = self._signing.now()
+        response = _sent(route, credentials, request, signed)
+        date = response.headers.get("date", "")
+        if response.status == 403 and self._signing.explains(signed, date):
+            response = _sent(route, credentials, request, self._signing.now())
         if 200 <= response.status < 300:
             self._credentials.accept(credentials)
             return response
@@ -204,7 +209,7 @@ class S3Access:
         region = response.headers.get("x-amz-bucket-region") or xml_text(response.body, "Region")
         if not region:
             # HeadBucket needs no right: its refusal contains the region, too.
-            head = _sent(route, credentials, S3Request("HEAD", ""))
+            head = _sent(route, credentials, S3Request("HEAD", ""), self._signing.now())
             region = head.headers.get("x-amz-bucket-region", "")
         message = f"{one_line(code, 80)}: the bucket is not in {route.region}"
         if region == route.region or not _REGION_NAME.fullmatch(region):
@@ -294,8 +299,10 @@ class S3Access:
         return found
 
 
-def _sent(route: Route, credentials: AwsCredentials, request: S3Request) -> Response:
-    """Sign a request and send it, once."""
+def _sent(
+    route: Route, credentials: AwsCredentials, request: S3Request, signed: datetime
+) -> Response:
+    """Sign a request with this time, and send it, once."""
     path = (route.base_path + encoded_path(request.path)) or "/"
     query = encoded_query(request.parameters)
     headers = signed_headers(
@@ -307,7 +314,7 @@ def _sent(route: Route, credentials: AwsCredentials, request: S3Request) -> Resp
         payload=request.payload,
         credentials=credentials,
         region=route.region,
-        now=datetime.now(UTC),
+        now=signed,
     )
     return route.wire.request(
         request.method,
