@@ -148,7 +148,11 @@ class Soak:
         self._trainer = self._vm.start_trainer(
             "--step-delay-s", "0.05", *command[1:], script=command[0], **self._env
         )
-        resumed = self._trainer.lines.wait(timeout_s=120, event="resumed")
+        try:
+            resumed = self._trainer.lines.wait(timeout_s=120, event="resumed")
+        except AssertionError as error:
+            error.add_note("\n".join(["the daemon:", *self._daemon.lines.raw[-60:]]))
+            raise
         if self._safe_step not in (None, resumed["from_step"]):
             self.problems.append(f"SAFE at step {self._safe_step}, resumed at {resumed}")
         self._safe_step = None
