@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from swansong_bucket.model import CommitRef, GpuHealth, Health, Verdict
-from swansong_tools.commands.view.history import SampleHistory
+from swansong_tools.commands.view.history import PollHistory
 from swansong_tools.commands.view.live import Canvas, Frame, view
+from swansong_tools.commands.view.poller import Poll
 from swansongd.observe.status import (
     CommitStatus,
     DaemonStatus,
@@ -148,17 +149,10 @@ def status(second: float) -> DaemonStatus:
 
 def picture() -> str:
     """The live view as SVG."""
-    history = SampleHistory()
+    history = PollHistory()
     for at_s, newest in statuses():
-        history.add(newest, at_s)
-    frame = Frame(
-        status=newest,
-        status_mono_s=at_s,
-        away=None,
-        history=history,
-        now_mono_s=at_s,
-        now_wall_s=NOON_WALL_S + at_s,
-    )
+        history.take(Poll(at_s, NOON_WALL_S + at_s, newest))
+    frame = Frame(history, at_s, NOON_WALL_S + at_s)
     console = Console(
         record=True, width=WIDTH, height=HEIGHT, file=io.StringIO(), force_terminal=True,
         color_system="standard", markup=False, highlight=False, _environ={},

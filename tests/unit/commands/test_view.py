@@ -19,9 +19,10 @@ from swansong.bounds import BoundsError
 from swansong_bucket.model import GpuHealth, Health, Verdict
 from swansong_tools.commands.view.changes import changes, facts_of
 from swansong_tools.commands.view.countdown import bar, clock, countdowns, large
-from swansong_tools.commands.view.history import SampleHistory, sparkline
-from swansong_tools.commands.view.live import Away, Canvas, Frame, view
+from swansong_tools.commands.view.history import PollHistory, sparkline
+from swansong_tools.commands.view.live import Canvas, Frame, view
 from swansong_tools.commands.view.once import print_status
+from swansong_tools.commands.view.poller import Poll
 from swansong_tools.commands.view.rows import rows
 from swansongd.observe.status import (
     DaemonStatus,
@@ -40,20 +41,16 @@ BADGE = {"SAFE": "\x1b[1;7;32m", "PARTIAL": "\x1b[1;7;33m", "LOST": "\x1b[1;7;31
 """Bold, reverse, and green, yellow or red."""
 
 
-def frame_of(*seen: DaemonStatus, away: Away | None = None, late_s: float = 0.0) -> Frame:
-    """The frame after statuses that arrived at intervals of a second."""
-    history = SampleHistory()
+def polled(*seen: DaemonStatus) -> PollHistory:
+    """The statuses arrived at intervals of a second."""
+    history = PollHistory()
     for at_s, each in enumerate(seen):
-        history.add(each, float(at_s))
-    newest_s = float(len(seen) - 1)
-    return Frame(
-        status=seen[-1] if seen else None,
-        status_mono_s=newest_s,
-        away=away,
-        history=history,
-        now_mono_s=newest_s + late_s,
-        now_wall_s=NOON_WALL_S,
-    )
+        history.take(Poll(float(at_s), NOON_WALL_S + at_s, each))
+    return history
+
+
+def frame_of(*seen: DaemonStatus) -> Frame:
+    return Frame(polled(*seen), len(seen) - 1.0, NOON_WALL_S)
 
 
 def drawn(
@@ -170,14 +167,17 @@ def test_the_last_verdict_stays_visible_without_a_notice() -> None:
 @pytest.mark.fault("OT01")
 def test_the_countdown_continues_without_the_daemon() -> None:
     """While the daemon is away, the seconds left are those of its last report less the time since."""
-    away = Away(since_mono_s=40.0, since_wall_s=NOON_WALL_S, reason="connecting failed\x1b[2J")
-    seen = [each for _, each in statuses()]
-    lines = drawn(frame_of(*seen, away=away, late_s=12.0))
-    assert lines[0].startswith(" DAEMON NOT RESPONDING since 12:00:00 UTC (35 s)")
+    history = polled(*(each for _, each in statuses()))
+    newest_s = history.status_mono_s
+    for at_s, reason in ((newest_s + 1.0, "first"), (newest_s + 12.0, "connecting failed\x1b[2J")):
+        history.take(Poll(at_s, NOON_WALL_S + at_s, None, reason))
+    lines = drawn(Frame(history, newest_s + 12.0, NOON_WALL_S))
+    assert lines[0].startswith(" DAEMON NOT RESPONDING since 12:01:04 UTC (11 s)")
     assert any("connecting failed\\x1b[2J" in line for line in lines)
     assert any("75 s left" in line for line in lines)
-    (first, *_) = drawn(frame_of(away=away))
-    assert first.startswith(" DAEMON NOT RESPONDING")
+    never = PollHistory()
+    never.take(Poll(0.0, NOON_WALL_S, None, "connecting failed"))
+    assert drawn(Frame(never, 0.0, NOON_WALL_S))[0].startswith(" DAEMON NOT RESPONDING")
 
 
 def test_each_notice_has_a_countdown() -> None:
@@ -205,9 +205,7 @@ def test_each_notice_has_a_countdown() -> None:
 def test_the_bar_is_that_of_the_whole_notice() -> None:
     """A command that starts late knows the length of the notice from the margin of its source."""
     late = countdowns(status(90.0))[0]
-    history = SampleHistory()
-    history.add(status(90.0), 0.0)
-    assert history.total_s(late) == 120.0
+    assert polled(status(90.0)).total_s(late) == 120.0
     assert bar(30.0, 120.0, 8) == "██░░░░░░"
     assert bar(30.0, 0.0, 2, is_ascii=True) == "--"
 
@@ -270,11 +268,9 @@ def test_the_figures_are_rates_of_the_recent_reports() -> None:
         trainer = TrainerStatus(pid=1, rank=0, world_size=1, step=step, connected=True)
         return replace(status(-5.0), trainers=(trainer,), flush=flush or None)
 
-    history = SampleHistory()
-    for at_s, each in enumerate(
-        [seen(10, None, 0), seen(12, 11, 0), seen(14, 11, 500), seen(3, 12, 10), seen(4, 12, 30)]
-    ):
-        history.add(each, float(at_s))
+    history = polled(
+        seen(10, None, 0), seen(12, 11, 0), seen(14, 11, 500), seen(3, 12, 10), seen(4, 12, 30)
+    )
     assert history.bytes_per_s == [0.0, None, 500.0, None, 20.0]
     assert history.steps_per_s == [None, 2.0, 2.0, None, None]
 

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recent past of a daemon as sparklines: the statuses that this command has received."""
+"""The recent past of a daemon: the newest poll, and sparklines of the statuses before."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swansongd.observe.status import DaemonStatus
 
 from swansong_tools.commands.view.countdown import Countdown, countdowns
+from swansong_tools.commands.view.poller import Poll
 
 SAMPLES_MAX = 240
 _RATE_S = 5.0
@@ -30,19 +31,29 @@ class Sample:
     step: float | None
 
 
-class SampleHistory:
-    """The newest samples, oldest first."""
+class PollHistory:
+    """The newest poll, and samples of those before."""
 
     def __init__(self) -> None:
+        self.status: DaemonStatus | None = None
+        """The newest status; None before the first one."""
+        self.status_mono_s = 0.0
+        self.away: Poll | None = None
+        """The first poll since which the daemon does not answer, with the newest reason."""
         self._samples: deque[Sample] = deque(maxlen=SAMPLES_MAX)
         self._totals_s: dict[str, float] = {}
 
-    def add(self, status: DaemonStatus, now_mono_s: float) -> None:
-        """Record the figures of a status that arrived now."""
+    def take(self, poll: Poll) -> None:
+        """Record a poll."""
+        status = poll.status
+        if status is None:
+            self.away = replace(self.away or poll, reason=poll.reason)
+            return
+        self.status, self.status_mono_s, self.away = status, poll.at_mono_s, None
         flush = status.flush
         self._samples.append(
             Sample(
-                at_mono_s=now_mono_s,
+                at_mono_s=poll.at_mono_s,
                 lag_s=status.replication_lag.seconds,
                 flight=None if flush is None else flush.step,
                 stored_bytes=None if flush is None else flush.stored_bytes,

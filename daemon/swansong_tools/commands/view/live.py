@@ -19,8 +19,9 @@ from swansongd.observe.status import DaemonStatus, VerdictStatus
 
 from swansong_tools.commands.view import countdown
 from swansong_tools.commands.view.countdown import Countdown, countdowns
-from swansong_tools.commands.view.history import SampleHistory, sparkline
+from swansong_tools.commands.view.history import PollHistory, sparkline
 from swansong_tools.commands.view.once import listings
+from swansong_tools.commands.view.poller import Poll
 from swansong_tools.commands.view.rows import Row, newer_generation, phrases_of, progress_of, rows
 from swansong_tools.units import human_bytes, human_s
 
@@ -44,31 +45,18 @@ Chart = Callable[[int, bool], tuple[str, str]]
 """Draws a chart of a width, with ASCII alone or not; returns also the words for its newest value."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Away:
-    """The daemon does not answer."""
-
-    since_mono_s: float
-    since_wall_s: float
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Frame:
     """Everything that one frame shows."""
 
-    status: DaemonStatus | None
-    """The newest status; None before the first one."""
-    status_mono_s: float
-    away: Away | None
-    history: SampleHistory
+    history: PollHistory
     now_mono_s: float
     now_wall_s: float
 
     @property
     def late_s(self) -> float:
         """Age of the status: countdowns continue without the daemon."""
-        return max(0.0, self.now_mono_s - self.status_mono_s)
+        return max(0.0, self.now_mono_s - self.history.status_mono_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +119,10 @@ def _block(rank: int, *lines: Text) -> Block:
 
 
 def _head(frame: Frame, canvas: Canvas) -> Iterator[Block]:
-    status = frame.status
-    if frame.away is not None:
-        yield _block(0, canvas.banner(_away(frame, frame.away), "bold reverse magenta"))
-        yield _block(9, canvas.line(" ", escaped(frame.away.reason), style="magenta"))
+    status, away = frame.history.status, frame.history.away
+    if away is not None:
+        yield _block(0, canvas.banner(_away(frame, away), "bold reverse magenta"))
+        yield _block(9, canvas.line(" ", escaped(away.reason), style="magenta"))
     if status is None:
         return
     yield _block(1, _verdict(status, canvas))
@@ -163,10 +151,10 @@ def _clock(wall_s: float) -> str:
     return datetime.fromtimestamp(wall_s, UTC).strftime("%H:%M:%S")
 
 
-def _away(frame: Frame, away: Away) -> str:
-    text = f" DAEMON NOT RESPONDING since {_clock(away.since_wall_s)} UTC"
-    text += f" ({human_s(round(frame.now_mono_s - away.since_mono_s))})"
-    return f"{text}; this is its last report" if frame.status else text
+def _away(frame: Frame, away: Poll) -> str:
+    text = f" DAEMON NOT RESPONDING since {_clock(away.at_wall_s)} UTC"
+    text += f" ({human_s(round(frame.now_mono_s - away.at_mono_s))})"
+    return f"{text}; this is its last report" if frame.history.status else text
 
 
 def _verdict(status: DaemonStatus, canvas: Canvas) -> Text:
@@ -244,11 +232,11 @@ def _urgency(each: Countdown, left_s: float, status: DaemonStatus) -> str:
 
 
 def _facts(frame: Frame, canvas: Canvas) -> Iterator[Block]:
-    status = frame.status
+    status = frame.history.status
     if status is None:
         return
     charts = _charts(status, frame.history)
-    faded = "dim" if frame.away else ""
+    faded = "dim" if frame.history.away else ""
     for row in rows(status, is_brief=True):
         if row.label not in _IN_HEAD:
             yield _block(row.rank, _line(row, charts.get(row.label), canvas, faded))
@@ -265,7 +253,7 @@ def _line(row: Row, chart: Chart | None, canvas: Canvas, faded: str) -> Text:
     return canvas.line(label, (drawn, "cyan"), f"  {text}", style=style)
 
 
-def _charts(status: DaemonStatus, history: SampleHistory) -> dict[str, Chart]:
+def _charts(status: DaemonStatus, history: PollHistory) -> dict[str, Chart]:
     """By the label of the row."""
     flush = status.flush
     return {

@@ -12,19 +12,17 @@ from typing import Self
 
 from rich.console import ConsoleDimensions
 from rich.live import Live
-from swansongd.observe.status import DaemonStatus
 
 from swansong_tools.commands.terminal import console
-from swansong_tools.commands.view.history import SampleHistory
-from swansong_tools.commands.view.live import Away, Canvas, Frame, view
-from swansong_tools.commands.view.poller import Poll
+from swansong_tools.commands.view.history import PollHistory
+from swansong_tools.commands.view.live import Canvas, Frame, view
 
 _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
 """A character of a status may be wider than expected: the terminal then cuts its line."""
 
 
 class Screen:
-    """Draws the newest status, and remembers the figures of the ones before."""
+    """Draws the newest status, with the figures of the ones before."""
 
     def __init__(self) -> None:
         self._console = console()
@@ -35,35 +33,14 @@ class Screen:
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        self._history = SampleHistory()
-        self._status: DaemonStatus | None = None
-        self._status_mono_s = 0.0
-        self._away: Away | None = None
+        self._history = PollHistory()
+        self.take = self._history.take
         self._is_shown = False
-
-    def take(self, poll: Poll) -> None:
-        if poll.status is not None:
-            self._status, self._status_mono_s, self._away = poll.status, poll.at_mono_s, None
-            self._history.add(poll.status, poll.at_mono_s)
-            return
-        since = self._away
-        self._away = Away(
-            since_mono_s=since.since_mono_s if since else poll.at_mono_s,
-            since_wall_s=since.since_wall_s if since else poll.at_wall_s,
-            reason=poll.reason,
-        )
 
     def draw(self) -> None:
         width, height = _size()
         self._console.size = ConsoleDimensions(width, height)
-        frame = Frame(
-            status=self._status,
-            status_mono_s=self._status_mono_s,
-            away=self._away,
-            history=self._history,
-            now_mono_s=time.monotonic(),
-            now_wall_s=time.time(),
-        )
+        frame = Frame(self._history, time.monotonic(), time.time())
         canvas = Canvas(width, height, is_ascii=self._console.options.ascii_only)
         self._live.update(view(frame, canvas), refresh=True)
 
