@@ -15,7 +15,7 @@ from swansong_tools.commands.opening import opened
 from swansong_tools.commands.prices import add_prices, prices_of
 from swansong_tools.economics.advice import Advice, advise
 from swansong_tools.economics.bill import Bill, bill
-from swansong_tools.economics.cost import Prices, costs, with_list_prices
+from swansong_tools.economics.cost import Prices, costs, saved, with_list_prices
 from swansong_tools.economics.expected import (
     Expected,
     bandwidth_bytes_per_s,
@@ -59,7 +59,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-_SO_FAR = ("spot", "interruptions", "saves", "on_demand", "saved")
 _A_DAY = ("stall", "storage", "requests", "interruptions", "spot", "on_demand", "saved")
 
 
@@ -116,10 +115,13 @@ def facts(subject: Subject, advice: Advice, prices: Prices, money: Bill) -> dict
             "reads": money.upkeep.reads,
             "days_of_run": money.days,
         },
-        "cost_so_far": None
-        if subject.loss is None
-        else {name: getattr(costs(subject.loss, prices), name) for name in _SO_FAR},
+        "cost_so_far": None if subject.loss is None else _so_far(subject.loss, prices),
     }
+
+
+def _so_far(loss: Loss, prices: Prices) -> dict[str, Any]:
+    found = costs(loss, prices)
+    return {**found, "saved": saved(found["on_demand"], found["spot"])}
 
 
 def _observed(loss: Loss) -> dict[str, Any]:

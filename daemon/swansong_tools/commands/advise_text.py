@@ -15,7 +15,7 @@ from swansong_tools.commands.prices import money
 from swansong_tools.commands.terminal import console, table
 from swansong_tools.economics.advice import Advice, Proposal
 from swansong_tools.economics.bill import Bill
-from swansong_tools.economics.cost import Costs, Prices, costs
+from swansong_tools.economics.cost import Prices, costs, saved
 from swansong_tools.economics.expected import (
     DAY_S,
     InterruptionKind,
@@ -261,12 +261,12 @@ def _costs(subject: Subject, bill: Bill) -> Table:
         ("spot", f"{counted(job.gpus, 'GPU')}, all time above included", bill.spot),
         ("on-demand", f"the same training, {human_s(trained_s)} of GPU time", bill.on_demand),
     ]
-    if bill.saved_share is not None:
-        share = 100 * bill.saved_share
+    if bill.saved is not None and bill.on_demand:
+        share = 100 * bill.saved / bill.on_demand
         text = f"{abs(share):.0f} % {'less' if share >= 0 else 'more'} than on-demand"
         rows.append(("saved by spot", text, bill.saved))
     if subject.loss is not None and bill.prices.spot is not None:
-        rows += _so_far(costs(subject.loss, bill.prices))
+        rows += _so_far(**costs(subject.loss, bill.prices))
     if bill.days is not None:
         rows.append(("the whole run", human_s(bill.days * DAY_S), _whole(bill)))
     for name, text, amount in rows:
@@ -283,11 +283,16 @@ def _has_any(bill: Bill) -> bool:
     return any(getattr(bill.prices, key) is not None for key in _EXAMPLES)
 
 
-def _so_far(found: Costs) -> list[tuple[str, str, float | None]]:
-    share = "" if found.saved_share is None else f"{100 * found.saved_share:.0f} % of on-demand"
+def _so_far(
+    *, spot: float | None, on_demand: float | None, **_: float | None
+) -> list[tuple[str, str, float | None]]:
+    amount = saved(on_demand, spot)
+    share = (
+        f"{100 * amount / on_demand:.0f} % of on-demand" if amount is not None and on_demand else ""
+    )
     return [
-        ("run so far", "all GPU time at the spot price", found.spot),
-        ("saved so far", share, found.saved),
+        ("run so far", "all GPU time at the spot price", spot),
+        ("saved so far", share, amount),
     ]
 
 

@@ -102,21 +102,24 @@ def _write(path: Path, text: str) -> None:
 # ---------------------------------------------------------------- money
 
 
+_AMOUNTS = {
+    "spot": "GPU time on spot VMs",
+    "interruptions": facts.LOST,
+    "saves": "of it, stood still for other checkpoints",
+    "on_demand": "The same work on demand",
+    "saved": "Saved by spot VMs",
+}
+
+
 def _amounts(found: RunHistory, prices: Prices) -> dict[str, str]:
     summed = loss.loss(found.lives.lives)
     if summed is None:
         return {}
-    costs = cost.costs(summed, prices)
-    amounts = {
-        "GPU time on spot VMs": costs.spot,
-        facts.LOST: costs.interruptions,
-        "of it, stood still for other checkpoints": costs.saves,
-        "The same work on demand": costs.on_demand,
-        "Saved by spot VMs": costs.saved,
-    }
+    amounts = cost.costs(summed, prices)
+    amounts["saved"] = cost.saved(amounts["on_demand"], amounts["spot"])
     return {
-        name: money(amount, costs.currency)
-        for name, amount in amounts.items()
+        _AMOUNTS[part]: money(amount, prices.currency)
+        for part, amount in amounts.items()
         if amount is not None
     }
 

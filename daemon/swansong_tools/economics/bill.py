@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swansong_tools.economics.cost import Prices, of_gpus, of_reads, of_storage, of_writes
+from swansong_tools.economics.cost import Prices, of_gpus, of_requests, of_storage, saved
 from swansong_tools.economics.expected import DAY_S, Job, expected, saves_per_day
 
 
@@ -78,14 +78,7 @@ class Bill:
     @property
     def saved(self) -> float | None:
         """The savings of spot against on-demand, less storage and requests where their prices are known."""
-        if self.on_demand is None or self.spot is None:
-            return None
-        return self.on_demand - self.spot - (self.storage or 0.0) - (self.requests or 0.0)
-
-    @property
-    def saved_share(self) -> float | None:
-        """The savings as a share of the on-demand cost."""
-        return self.saved / self.on_demand if self.saved is not None and self.on_demand else None
+        return saved(self.on_demand, self.spot, self.storage, self.requests)
 
     @property
     def lost_gpus(self) -> float | None:
@@ -126,7 +119,6 @@ def bill(job: Job, upkeep: Upkeep, prices: Prices, *, steps: int | None = None) 
     unpaid_gpu_s = (unpaid_s - job.per_day * job.doubled_s) * job.gpus / job.nodes
     lost_gpu_s = (found.total_s - found.saves_s) * job.gpus
     interruptions_gpu_s = max(0.0, lost_gpu_s - unpaid_gpu_s)
-    writes, reads = of_writes(prices, upkeep.writes), of_reads(prices, upkeep.reads)
     step_s = job.measured.step_s
     days = None
     if steps is not None and step_s is not None and found.ettr > 0:
@@ -136,7 +128,7 @@ def bill(job: Job, upkeep: Upkeep, prices: Prices, *, steps: int | None = None) 
         upkeep=upkeep,
         stall=of_gpus(upkeep.stall_gpu_s, prices.spot),
         storage=of_storage(prices, upkeep.stored_bytes, DAY_S),
-        requests=None if writes is None or reads is None else writes + reads,
+        requests=of_requests(prices, upkeep.writes, upkeep.reads),
         interruptions=of_gpus(interruptions_gpu_s, prices.spot),
         interruptions_gpu_s=interruptions_gpu_s,
         spot=of_gpus(DAY_S * job.gpus - unpaid_gpu_s, prices.spot),

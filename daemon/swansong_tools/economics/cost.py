@@ -82,54 +82,39 @@ def of_storage(prices: Prices, size_bytes: float, stored_s: float = MONTH_S) -> 
     return size_bytes / GB_BYTES * stored_s / MONTH_S * prices.gb_month
 
 
-def of_writes(prices: Prices, count: float) -> float | None:
-    return None if prices.writes is None else count / 1000 * prices.writes
+def of_requests(prices: Prices, writes: float, reads: float) -> float | None:
+    if prices.writes is None or prices.reads is None:
+        return None
+    return (writes * prices.writes + reads * prices.reads) / 1000
 
 
-def of_reads(prices: Prices, count: float) -> float | None:
-    return None if prices.reads is None else count / 1000 * prices.reads
+def costs(loss: Loss, prices: Prices) -> dict[str, float | None]:
+    """The cost of the GPU time of a run, by part.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
-    """The cost of the GPU time of a run."""
-
-    currency: str
-    spot: float | None
-    """All GPU time for which the VMs existed, at the spot price."""
-    interruptions: float | None
-    """The share of it that was lost to interruptions."""
-    saves: float | None
-    """The share of it in which training stood still for other checkpoints."""
-    on_demand: float | None
-    """The productive GPU time at the on-demand price: the same work without interruptions."""
-
-    @property
-    def saved(self) -> float | None:
-        """The savings of spot against on-demand; negative if spot cost more."""
-        if self.on_demand is None or self.spot is None:
-            return None
-        return self.on_demand - self.spot
-
-    @property
-    def saved_share(self) -> float | None:
-        """The savings as a share of the on-demand cost."""
-        return self.saved / self.on_demand if self.saved is not None and self.on_demand else None
-
-
-def costs(loss: Loss, prices: Prices) -> Costs:
-    """The cost of the GPU time of a run.
-
+    ``spot`` is all GPU time for which the VMs existed, at the spot price.  ``interruptions`` is the share of
+    it that was lost to interruptions, and ``saves`` the share in which training stood still for other
+    checkpoints.
+    ``on_demand`` is the productive GPU time at the on-demand price: the same work without interruptions.
     While the cloud has no VM, one VM of the job is not paid for.
     """
     unpaid = unpaid_gpu_s(loss)
-    return Costs(
-        currency=prices.currency,
-        spot=of_gpus(max(0.0, loss.gpu_s - unpaid), prices.spot),
-        interruptions=of_gpus(max(0.0, loss.lost_gpu_s - unpaid), prices.spot),
-        saves=of_gpus(loss.parts_gpu_s["saves"], prices.spot),
-        on_demand=of_gpus(loss.productive_gpu_s, prices.on_demand),
-    )
+    return {
+        "spot": of_gpus(max(0.0, loss.gpu_s - unpaid), prices.spot),
+        "interruptions": of_gpus(max(0.0, loss.lost_gpu_s - unpaid), prices.spot),
+        "saves": of_gpus(loss.parts_gpu_s["saves"], prices.spot),
+        "on_demand": of_gpus(loss.productive_gpu_s, prices.on_demand),
+    }
+
+
+def saved(on_demand: float | None, *spent: float | None) -> float | None:
+    """The savings of a run on spot VMs against on-demand; negative if spot cost more.
+
+    Args:
+        spent: the GPU time at the spot price, which must be known, then further costs, if they are known.
+    """
+    if on_demand is None or spent[0] is None:
+        return None
+    return on_demand - sum(amount or 0.0 for amount in spent)
 
 
 def unpaid_gpu_s(loss: Loss) -> float:

@@ -17,7 +17,6 @@ from swansong_bucket.model import CheckpointKind, CommitRef, Verdict
 from swansong_bucket.runs.run import FarewellFacts, RecordedCommit
 
 from swansong_tools.economics import loss as losses
-from swansong_tools.economics.cost import Costs
 from swansong_tools.economics.loss import Interruption, Loss
 
 SETTLED_AFTER_S = 120.0
@@ -55,8 +54,8 @@ class RunLosses:
     """GPU seconds of these interruptions, by part."""
     loss: Loss | None
     """The totals of ``swansong loss``, without the single interruptions."""
-    costs: Costs | None
-    """None without prices."""
+    costs: Mapping[tuple[str, str], float | None]
+    """By part and currency; empty without prices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

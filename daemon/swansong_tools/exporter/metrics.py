@@ -17,7 +17,6 @@ from swansong_bucket.model import Verdict
 from swansong_bucket.runs.run import RecordedCommit
 from swansongd import __version__
 
-from swansong_tools.economics.cost import Costs
 from swansong_tools.economics.loss import Loss
 from swansong_tools.exporter.figures import MirrorLag, RunFigures
 from swansong_tools.exporter.health import ReadHealth
@@ -215,7 +214,7 @@ def _of_runs(now_wall_s: float) -> tuple[_Family[RunFigures], ...]:
         _Family(
             "swansong_run_cost",
             "Cost of the run in the currency of the prices, by part",
-            lambda run: _amounts(run.losses.costs),
+            lambda run: run.losses.costs,
             ("part", "currency"),
         ),
         _Family(
@@ -311,18 +310,6 @@ def _by_verdict(values: Mapping[tuple[Verdict, bool], float]) -> Mapping[Labels,
     return {
         (verdict.value, _DRILL[is_drill]): value for (verdict, is_drill), value in values.items()
     }
-
-
-def _amounts(costs: Costs | None) -> Mapping[Labels, Value]:
-    if costs is None:
-        return {}
-    amounts = {
-        "spot": costs.spot,
-        "interruptions": costs.interruptions,
-        "saves": costs.saves,
-        "on_demand": costs.on_demand,
-    }
-    return {(part, costs.currency): amount for part, amount in amounts.items()}
 
 
 def _lag_s(lag: MirrorLag | None, now_wall_s: float) -> Value:

@@ -124,12 +124,16 @@ class RunReader:
         recorded = {each.generation: each for each in run.resumptions.facts}
         interruptions = list(figures.recorded_interruptions(recorded, run.claims.get))
         loss = losses.loss(lives_of(run).lives)
+        prices, costs = self._prices, dict[tuple[str, str], float | None]()
+        if loss is not None and prices is not None:
+            amounts = cost.costs(loss, prices).items()
+            costs = {(part, prices.currency): amount for part, amount in amounts}
         same_vm = Counter(each.is_same_vm for each in interruptions)
         return RunLosses(
             interruptions={is_same: same_vm[is_same] for is_same in (False, True)},
             lost_gpu_s=losses.lost_gpu_s(interruptions),
             loss=None if loss is None else replace(loss, interruptions=()),
-            costs=None if loss is None or self._prices is None else cost.costs(loss, self._prices),
+            costs=costs,
         )
 
     def _log_damaged(self, key: str, error: CorruptError) -> None:

@@ -165,7 +165,7 @@ def test_the_bill_has_the_amounts_of_a_day() -> None:
     )
     assert day.saved == pytest.approx(day.on_demand - day.spot - day.storage - day.requests)
     assert day.days == pytest.approx(10**6 * 0.5 / DAY_S / found.ettr)
-    assert bill(made, used, Prices()).saved_share is None
+    assert bill(made, used, Prices()).saved is None
     several = bill(replace(made, nodes=2), used, prices)
     assert several.spot == pytest.approx(8 * (DAY_S - unpaid_s / 2) * 1.8 / 3600)
 

@@ -11,9 +11,9 @@ from swansong_tools.economics.cost import (
     MONTH_S,
     Prices,
     costs,
-    of_reads,
+    of_requests,
     of_storage,
-    of_writes,
+    saved,
     with_list_prices,
 )
 from swansong_tools.economics.expected import observed_gpu_s
@@ -29,15 +29,14 @@ def test_the_cost_of_a_run_is_its_paid_gpu_time() -> None:
     lives = told([STAY, STAY])
     loss = of(lives)
     (interruption,) = loss.interruptions
-    found = costs(loss, PRICES)
-    assert found.spot is not None
-    assert found.on_demand is not None
-    assert found.spot == pytest.approx((loss.wall_s - 70) * 0.004)
-    assert found.interruptions == pytest.approx((interruption.lost_s - 70) * 0.004)
-    assert found.saves == pytest.approx(40 * 0.004)
-    assert found.on_demand == pytest.approx(loss.productive_s * 0.008)
-    assert found.saved == pytest.approx(found.on_demand - found.spot)
-    assert found.saved_share == pytest.approx(1 - found.spot / found.on_demand)
+    assert costs(loss, PRICES) == pytest.approx(
+        {
+            "spot": (loss.wall_s - 70) * 0.004,
+            "interruptions": (interruption.lost_s - 70) * 0.004,
+            "saves": 40 * 0.004,
+            "on_demand": loss.productive_s * 0.008,
+        }
+    )
 
 
 def test_a_machine_that_stays_is_paid_for() -> None:
@@ -46,7 +45,7 @@ def test_a_machine_that_stays_is_paid_for() -> None:
     assert second.resumption is not None
     early = replace(second.resumption, booted_wall_s=first.ending.wall_s - 1000)
     loss = of([first, replace(second, resumption=early)])
-    assert costs(loss, PRICES).spot == pytest.approx(loss.wall_s * 0.004)
+    assert costs(loss, PRICES)["spot"] == pytest.approx(loss.wall_s * 0.004)
 
 
 def test_the_other_vms_of_a_job_are_paid_for() -> None:
@@ -54,7 +53,7 @@ def test_the_other_vms_of_a_job_are_paid_for() -> None:
     first, second = told([STAY, STAY])
     assert second.resumption is not None
     loss = of([first, replace(second, resumption=replace(second.resumption, nodes=4))])
-    assert costs(loss, PRICES).spot == pytest.approx((loss.wall_s - 70 / 4) * 0.004)
+    assert costs(loss, PRICES)["spot"] == pytest.approx((loss.wall_s - 70 / 4) * 0.004)
 
 
 def test_costs_count_each_gpu_when_the_number_changes() -> None:
@@ -63,28 +62,27 @@ def test_costs_count_each_gpu_when_the_number_changes() -> None:
     assert second.resumption is not None
     loss = of([first, replace(second, resumption=replace(second.resumption, ranks=2))])
     found = costs(loss, PRICES)
-    assert found.saves == pytest.approx((8 + 2) * 20 * 0.0005)
+    assert found["saves"] == pytest.approx((8 + 2) * 20 * 0.0005)
     # The second VM does 40 steps of a second again, and its first step belongs to *down*.
-    assert found.on_demand == pytest.approx((8 * (1000 - 40) + 2 * 3000) * 0.001)
+    assert found["on_demand"] == pytest.approx((8 * (1000 - 40) + 2 * 3000) * 0.001)
     lost = loss.gpu_s - loss.productive_gpu_s
     assert observed_gpu_s(loss) == pytest.approx(lost / loss.wall_s * 86400)
 
 
 def test_an_amount_without_its_price_is_unknown() -> None:
     """No amount is guessed."""
-    found = costs(of(told([STAY])), Prices())
-    assert {found.spot, found.interruptions, found.saves, found.on_demand} == {None}
-    assert found.saved is None
-    assert found.saved_share is None
+    assert set(costs(of(told([STAY])), Prices()).values()) == {None}
+    assert saved(5.0, None) is saved(None, 5.0) is None
+    assert saved(5.0, 2.0, 1.0, None) == 2.0, "storage counts, and unknown requests do not"
     assert of_storage(Prices(), 1) is None
+    assert of_requests(replace(PRICES, reads=None), 1, 1) is None
 
 
 def test_storage_and_requests_have_the_units_of_the_clouds() -> None:
     """GiB months, and thousands of requests."""
     assert of_storage(PRICES, 100 * 2**30) == pytest.approx(2.0)
     assert of_storage(PRICES, 100 * 2**30, MONTH_S / 4) == pytest.approx(0.5)
-    assert of_writes(PRICES, 2000) == pytest.approx(0.01)
-    assert of_reads(PRICES, 500) == pytest.approx(0.0002)
+    assert of_requests(PRICES, 2000, 500) == pytest.approx(0.01 + 0.0002)
 
 
 def test_list_prices_fill_gaps_in_their_own_currency_only() -> None:
