@@ -23,7 +23,6 @@ from swansong_bucket.stores.remote import WireLimits
 from swansong_tools.doctor import checks
 from swansong_tools.doctor.findings import examine
 from swansong_tools.doctor.installation import Account, Installation, Options, account, own_account
-from swansong_tools.doctor.store import StoreProbe
 from swansongd.config.config import parse
 
 from testkit import TRAINERS
@@ -121,10 +120,7 @@ def examined(
         options=Options(trial=True),
     )
     wanted = [check for check in checks.AS_DAEMON if check.family in families]
-    try:
-        return {finding.name: asdict(finding) for finding in examine(vm, wanted)}
-    finally:
-        vm.shared(StoreProbe).close()
+    return {finding.name: asdict(finding) for finding in examine(vm, wanted)}
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,6 @@ from swansong_tools.doctor.installation import (
     daemon_account,
     own_account,
 )
-from swansong_tools.doctor.store import StoreProbe
 
 CONFIGURATION = Checklist(family="configuration")
 
@@ -148,11 +147,8 @@ def main(path: str, options: str) -> int:
         print(f"{path}: {problem.found}", file=sys.stderr)
     if problems:
         return ConfigError.exit_code
-    try:
-        for finding in examine(replace(vm, user=own_account()), AS_DAEMON):
-            print(json.dumps(asdict(finding)), flush=True)
-    finally:
-        vm.shared(StoreProbe).close()
+    for finding in examine(replace(vm, user=own_account()), AS_DAEMON):
+        print(json.dumps(asdict(finding)), flush=True)
     os._exit(0)  # a check that timed out may have left a blocked thread
 
 
