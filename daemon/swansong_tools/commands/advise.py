@@ -110,9 +110,9 @@ def facts(subject: Subject, advice: Advice, prices: Prices, money: Bill) -> dict
         "currency": prices.currency,
         "cost_per_day": {
             **{name: getattr(money, name) for name in _A_DAY},
-            "stored_bytes": round(money.upkeep.stored_bytes),
-            "writes": money.upkeep.writes,
-            "reads": money.upkeep.reads,
+            "stored_bytes": round(money.stored_bytes),
+            "writes": money.writes,
+            "reads": money.reads,
             "days_of_run": money.days,
         },
         "cost_so_far": None if subject.loss is None else _so_far(subject.loss, prices),

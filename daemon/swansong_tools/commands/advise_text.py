@@ -249,14 +249,18 @@ def _columns(left: str, middle: str, right: str) -> str:
 
 
 def _costs(subject: Subject, bill: Bill) -> Table:
-    job, upkeep = subject.job, bill.upkeep
+    job = subject.job
     heads = ("COST A DAY", "", *["COST"] * _has_any(bill))
     shown = table(*heads, left=heads[:2])
     trained_s = expected(job).ettr * DAY_S * job.gpus
     rows = [
-        ("checkpoints", f"{human_s(upkeep.stall_gpu_s)} of GPU time", bill.stall),
-        ("", f"{human_bytes(upkeep.stored_bytes)} in the store", bill.storage),
-        ("", _requests(bill), bill.requests),
+        ("checkpoints", f"{human_s(bill.stall_gpu_s)} of GPU time", bill.stall),
+        ("", f"{human_bytes(bill.stored_bytes)} in the store", bill.storage),
+        (
+            "",
+            f"{counted(round(bill.writes), 'write')}, {counted(round(bill.reads), 'read')}",
+            bill.requests,
+        ),
         ("interruptions", f"{human_s(bill.interruptions_gpu_s)} of GPU time", bill.interruptions),
         ("spot", f"{counted(job.gpus, 'GPU')}, all time above included", bill.spot),
         ("on-demand", f"the same training, {human_s(trained_s)} of GPU time", bill.on_demand),
@@ -272,11 +276,6 @@ def _costs(subject: Subject, bill: Bill) -> Table:
     for name, text, amount in rows:
         shown.add_row(name, text, *[_amount(amount, bill)] * _has_any(bill))
     return shown
-
-
-def _requests(bill: Bill) -> str:
-    writes, reads = round(bill.upkeep.writes), round(bill.upkeep.reads)
-    return f"{counted(writes, 'write')}, {counted(reads, 'read')}"
 
 
 def _has_any(bill: Bill) -> bool:

@@ -17,7 +17,7 @@ from swansongd.core.planner import Measurements
 
 from swansong_tools.commands.common import Parser, argument, whole
 from swansong_tools.economics.advice import Setup
-from swansong_tools.economics.bill import Upkeep, upkeep
+from swansong_tools.economics.bill import Upkeep
 from swansong_tools.economics.expected import (
     DAY_S,
     InterruptionKind,
@@ -215,8 +215,8 @@ def _upkeep(job: Job, size_bytes: int) -> Upkeep:
     kept = RetentionConfig()
     commits = saves_per_day(job) * kept.keep_within_s / DAY_S + kept.keep_daily + kept.keep_weekly
     chunks = -(-size_bytes // FlushConfig().chunk_bytes)
-    return upkeep(
-        job,
+    return Upkeep(
+        size_bytes=size_bytes,
         stored_bytes=commits * size_bytes,
         writes_per_save=chunks + 1,
         reads_per_restore=chunks + 1,

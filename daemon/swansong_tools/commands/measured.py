@@ -28,7 +28,7 @@ from swansong_tools.commands.opening import Opened
 from swansong_tools.commands.progress import ProgressDisplay
 from swansong_tools.economics import loss as losses
 from swansong_tools.economics.advice import Setup
-from swansong_tools.economics.bill import Upkeep, upkeep
+from swansong_tools.economics.bill import Upkeep
 from swansong_tools.economics.expected import DAY_S, InterruptionKind, Job, best_interval
 from swansong_tools.economics.loss import Interruption, Loss
 from swansong_tools.economics.poisson import poisson_interval
@@ -134,7 +134,7 @@ def _subject(read: _Bucket) -> Subject:
         setup=_setup(read, gpus),
         notices=notices,
         headline=_headline(job, notices, is_silent=2 * silent > len(preemptions)),
-        upkeep=_upkeep(read, job),
+        upkeep=_upkeep(read),
         loss=read.loss,
         rests_on=_rests_on(seen, config.run.mtbf_s),
         seen=seen,
@@ -370,12 +370,12 @@ def _headline(
 # ---------------------------------------------------------------- storage, and the basis
 
 
-def _upkeep(read: _Bucket, job: Job) -> Upkeep:
+def _upkeep(read: _Bucket) -> Upkeep:
     chunks = len(read.newest.chunks)
     sent_bytes = sum(commit.bytes_sent for commit in read.commits)
     new_share = sent_bytes / max(1, sum(commit.size_bytes for commit in read.commits))
-    return upkeep(
-        job,
+    return Upkeep(
+        size_bytes=read.newest.size_bytes,
         stored_bytes=float(read.stored_bytes),
         writes_per_save=(chunks * new_share + 1) * read.newest.nodes,
         reads_per_restore=(chunks + 1) * read.newest.nodes,

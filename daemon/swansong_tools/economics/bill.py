@@ -14,45 +14,13 @@ from swansong_tools.economics.expected import DAY_S, Job, expected, saves_per_da
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upkeep:
-    """The cost of fault tolerance in a day, besides the loss of interruptions."""
+    """The objects in the store: the cost of fault tolerance besides the lost GPU time."""
 
-    stall_gpu_s: float
-    """Training stands still for periodic checkpoints."""
     stored_bytes: float
-    writes: float
-    reads: float
     writes_per_save: float
     reads_per_restore: float
     size_bytes: int
-    """Size of the checkpoint to which these figures belong."""
-
-    def changed(self, job: Job) -> Upkeep:
-        """The upkeep of the job with a change: stored bytes and requests follow the size of the state."""
-        size_bytes = job.measured.save_bytes or 0
-        share = size_bytes / self.size_bytes if self.size_bytes else 1.0
-        return upkeep(
-            job,
-            stored_bytes=self.stored_bytes * share,
-            writes_per_save=self.writes_per_save * share,
-            reads_per_restore=self.reads_per_restore * share,
-        )
-
-
-def upkeep(
-    job: Job, *, stored_bytes: float, writes_per_save: float, reads_per_restore: float
-) -> Upkeep:
-    """Stall, storage and requests of a day."""
-    found = expected(job)
-    evacuations = 2 * sum(kind.per_day for kind in job.kinds if kind.grace_s > 0)
-    return Upkeep(
-        stall_gpu_s=found.saves_s * job.gpus,
-        stored_bytes=stored_bytes,
-        writes=(saves_per_day(job) + evacuations) * writes_per_save,
-        reads=job.per_day * reads_per_restore,
-        writes_per_save=writes_per_save,
-        reads_per_restore=reads_per_restore,
-        size_bytes=job.measured.save_bytes or 0,
-    )
+    """Size of the checkpoint to which these figures belong; for another size they change with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +29,13 @@ class Bill:
 
     prices: Prices
     upkeep: Upkeep
-    stall: float | None
+    stall_gpu_s: float
     """Training stands still for periodic checkpoints."""
+    stall: float | None
+    stored_bytes: float
     storage: float | None
+    writes: float
+    reads: float
     requests: float | None
     interruptions: float | None
     """GPU time that interruptions lose; the time without a VM costs nothing."""
@@ -96,7 +68,7 @@ class Bill:
 
     def of(self, job: Job) -> Bill:
         """The bill of a day of the job with a change."""
-        return bill(job, self.upkeep.changed(job), self.prices)
+        return bill(job, self.upkeep, self.prices)
 
     def saved_by(self, job: Job) -> float | None:
         """The money that a change of the job saves in a day; negative if the change costs more."""
@@ -119,6 +91,12 @@ def bill(job: Job, upkeep: Upkeep, prices: Prices, *, steps: int | None = None) 
     unpaid_gpu_s = (unpaid_s - job.per_day * job.doubled_s) * job.gpus / job.nodes
     lost_gpu_s = (found.total_s - found.saves_s) * job.gpus
     interruptions_gpu_s = max(0.0, lost_gpu_s - unpaid_gpu_s)
+    evacuations = 2 * sum(kind.per_day for kind in job.kinds if kind.grace_s > 0)
+    share = (job.measured.save_bytes or 0) / upkeep.size_bytes if upkeep.size_bytes else 1.0
+    stored_bytes = upkeep.stored_bytes * share
+    writes = (saves_per_day(job) + evacuations) * upkeep.writes_per_save * share
+    reads = job.per_day * upkeep.reads_per_restore * share
+    stall_gpu_s = found.saves_s * job.gpus
     step_s = job.measured.step_s
     days = None
     if steps is not None and step_s is not None and found.ettr > 0:
@@ -126,9 +104,13 @@ def bill(job: Job, upkeep: Upkeep, prices: Prices, *, steps: int | None = None) 
     return Bill(
         prices=prices,
         upkeep=upkeep,
-        stall=of_gpus(upkeep.stall_gpu_s, prices.spot),
-        storage=of_storage(prices, upkeep.stored_bytes, DAY_S),
-        requests=of_requests(prices, upkeep.writes, upkeep.reads),
+        stall_gpu_s=stall_gpu_s,
+        stall=of_gpus(stall_gpu_s, prices.spot),
+        stored_bytes=stored_bytes,
+        storage=of_storage(prices, stored_bytes, DAY_S),
+        writes=writes,
+        reads=reads,
+        requests=of_requests(prices, writes, reads),
         interruptions=of_gpus(interruptions_gpu_s, prices.spot),
         interruptions_gpu_s=interruptions_gpu_s,
         spot=of_gpus(DAY_S * job.gpus - unpaid_gpu_s, prices.spot),

@@ -16,7 +16,7 @@ from swansong_tools.economics.advice import (
     advise,
     proposals,
 )
-from swansong_tools.economics.bill import bill, upkeep
+from swansong_tools.economics.bill import Upkeep, bill
 from swansong_tools.economics.cost import Prices
 from swansong_tools.economics.expected import DAY_S, InterruptionKind, Job, best_interval, expected
 from swansong_tools.economics.poisson import poisson_interval
@@ -25,6 +25,7 @@ from swansongd.core.pace import Figure, Pace
 from tests.unit.economics.test_expected import job, jobs
 
 SETUP = Setup()
+USED = Upkeep(size_bytes=10**10, stored_bytes=2**40, writes_per_save=10, reads_per_restore=100)
 
 
 def named(made: Job, setup: Setup = SETUP) -> dict[str, Proposal]:
@@ -149,35 +150,33 @@ def test_the_bill_has_the_amounts_of_a_day() -> None:
     """8 GPUs at 1.80 and 3.60 an hour; 1 TiB at 0.02 a GiB and month; 10,000 writes."""
     made = job()
     found = expected(made)
-    used = upkeep(made, stored_bytes=2**40, writes_per_save=10, reads_per_restore=100)
     prices = Prices(currency="EUR", spot=1.8, on_demand=3.6, gb_month=0.02, writes=0.005, reads=0.0)
-    day = bill(made, used, prices, steps=10**6)
+    day = bill(made, USED, prices, steps=10**6)
     unpaid_s = 5 * 60
     assert day.spot == pytest.approx(8 * (DAY_S - unpaid_s) * 1.8 / 3600)
     assert day.on_demand == pytest.approx(8 * DAY_S * found.ettr * 3.6 / 3600)
     assert day.storage == pytest.approx(1024 * 0.02 * 12 / 365.25)
     assert day.stall == pytest.approx(8 * found.saves_s * 1.8 / 3600)
-    assert day.requests == pytest.approx(used.writes / 1000 * 0.005)
-    assert used.writes == pytest.approx((DAY_S - found.down_s - found.stall_s) / 60.2 + 2 * 4 * 10)
-    assert used.reads == 500
+    assert day.requests == pytest.approx(day.writes / 1000 * 0.005)
+    assert day.writes == pytest.approx((DAY_S - found.down_s - found.stall_s) / 60.2 + 2 * 4 * 10)
+    assert day.reads == 500
     assert day.interruptions_gpu_s == pytest.approx(
         8 * (found.redone_s + found.stall_s + found.down_s - unpaid_s)
     )
     assert day.saved == pytest.approx(day.on_demand - day.spot - day.storage - day.requests)
     assert day.days == pytest.approx(10**6 * 0.5 / DAY_S / found.ettr)
-    assert bill(made, used, Prices()).saved is None
-    several = bill(replace(made, nodes=2), used, prices)
+    assert bill(made, USED, Prices()).saved is None
+    several = bill(replace(made, nodes=2), USED, prices)
     assert several.spot == pytest.approx(8 * (DAY_S - unpaid_s / 2) * 1.8 / 3600)
 
 
 def test_only_money_that_the_bill_saves_is_shown() -> None:
     """Less time without a VM saves GPU seconds and no money; nor does a boot that is paid for twice."""
     made = replace(job(cost_s=0.0), down_s={"cloud": 3600.0, "boot": 0.0})
-    used = upkeep(made, stored_bytes=0.0, writes_per_save=10, reads_per_restore=100)
-    day = bill(made, used, Prices(spot=1.8))
+    day = bill(made, USED, Prices(spot=1.8))
     for down_s in ({"cloud": 3600.0, "boot": 0.0}, {"cloud": 0.0, "boot": 60.0}):
         own = replace(made, down_s=down_s)
-        own_day = bill(own, used, Prices(spot=1.8))
+        own_day = bill(own, USED, Prices(spot=1.8))
         sooner = named(own)["replacement"]
         assert sooner.saved_gpu_s > 8 * 4 * 59
         assert own_day.saved_by(sooner.job) == pytest.approx(0.0, abs=1e-9)
@@ -189,13 +188,12 @@ def test_only_money_that_the_bill_saves_is_shown() -> None:
 def test_the_money_of_a_proposal_is_the_difference_of_two_bills() -> None:
     """Stall, interruptions, storage and requests of the row sums; half the state stores half the bytes."""
     made = job()
-    used = upkeep(made, stored_bytes=2**40, writes_per_save=10, reads_per_restore=100)
     prices = Prices(spot=1.8, gb_month=0.02, writes=0.005, reads=0.0004)
-    day, smaller = bill(made, used, prices), named(made)["smaller_state"].job
+    day, smaller = bill(made, USED, prices), named(made)["smaller_state"].job
     after = day.of(smaller)
     assert after.storage == pytest.approx((day.storage or 0.0) / 2)
     rows = [
         sum(filter(None, (b.stall, b.storage, b.requests, b.interruptions))) for b in (day, after)
     ]
     assert day.saved_by(smaller) == pytest.approx(rows[0] - rows[1])
-    assert bill(made, used, Prices()).saved_by(smaller) is None
+    assert bill(made, USED, Prices()).saved_by(smaller) is None
