@@ -10,16 +10,17 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 from rich.console import Console
 from swansong_tools.commands.view import screen, watch
+from swansong_tools.commands.view.poller import Display
 
 LEAVE, ENTER = "\x1b[?1049l", "\x1b[?1049h"
 
 
-class Recorder:
+class Recorder(Display):
     """A display that notes what happens to it, and sends a signal at each picture."""
 
     def __init__(self, *signals: int) -> None:
@@ -38,12 +39,6 @@ class Recorder:
         self.seen.append("leave")
         yield
         self.seen.append("enter")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing to leave."""
 
 
 def test_ctrl_z_gives_the_terminal_back_before_the_process_stops(

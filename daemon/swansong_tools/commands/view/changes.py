@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Self
 
 from swansongd.observe.status import DaemonStatus, HealthStatus
 
-from swansong_tools.commands.view.poller import Poll
+from swansong_tools.commands.view.poller import Display, Poll
 from swansong_tools.commands.view.rows import newer_generation, rows, word
 from swansong_tools.units import human_s
 
@@ -77,7 +75,7 @@ def changes(before: Facts, now: Facts) -> Iterator[str]:
             yield f"{name}: none"
 
 
-class ChangeLog:
+class ChangeLog(Display):
     """Prints the changes on standard output, with the time in UTC."""
 
     def __init__(self) -> None:
@@ -93,15 +91,3 @@ class ChangeLog:
         for line in changes(self._facts, facts):
             print(f"{at} {line}", flush=True)
         self._facts = facts
-
-    def draw(self) -> None:
-        """Nothing changes between two polls."""
-
-    def suspended(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Polls the daemon from a thread of its own: an answer may take seconds, and the display must not wait."""
+"""Polls the daemon from a thread of its own: an answer may take seconds, and a display must not wait."""
 
 from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from swansong_bucket.errors import Unreachable
 from swansongd.observe.status import DaemonStatus
@@ -23,6 +26,27 @@ class Poll:
     at_wall_s: float
     status: DaemonStatus | None
     reason: str = ""
+
+
+class Display(ABC):
+    """Shows the polls, between entry and exit."""
+
+    @abstractmethod
+    def take(self, poll: Poll) -> None:
+        """Take note of a poll."""
+
+    def draw(self) -> None:  # noqa: B027 - a log shows the polls as they come
+        """Show the state as of now."""
+
+    def suspended(self) -> AbstractContextManager[None]:
+        """Give the terminal back within this context, and after an exception in it."""
+        return nullcontext()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:  # noqa: B027 - most displays hold nothing
+        """Give the terminal back."""
 
 
 def start(path: Path, interval_s: float, take: Callable[[Poll], None]) -> None:

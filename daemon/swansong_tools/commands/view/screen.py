@@ -16,12 +16,13 @@ from rich.live import Live
 from swansong_tools.commands.terminal import console
 from swansong_tools.commands.view.history import PollHistory
 from swansong_tools.commands.view.live import Canvas, Frame, view
+from swansong_tools.commands.view.poller import Display, Poll
 
 _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
 """A character of a status may be wider than expected: the terminal then cuts its line."""
 
 
-class Screen:
+class Screen(Display):
     """Draws the newest status, with the figures of the ones before."""
 
     def __init__(self) -> None:
@@ -34,8 +35,10 @@ class Screen:
             redirect_stderr=False,
         )
         self._history = PollHistory()
-        self.take = self._history.take
         self._is_shown = False
+
+    def take(self, poll: Poll) -> None:
+        self._history.take(poll)
 
     def draw(self) -> None:
         width, height = _size()

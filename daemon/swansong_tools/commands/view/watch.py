@@ -10,31 +10,17 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
 
 from swansong_tools.commands.common import is_screen
 from swansong_tools.commands.view import poller
-from swansong_tools.commands.view.poller import Poll
+from swansong_tools.commands.view.poller import Display, Poll
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGWINCH, signal.SIGTSTP, signal.SIGCONT)
 _ENDS = {signal.SIGINT, signal.SIGTERM}
 _TICK_S = 1.0
 """The countdown moves at this interval, also between two polls."""
-
-
-class Display(AbstractContextManager["Display"], Protocol):
-    """Shows the polls."""
-
-    def take(self, poll: Poll) -> None:
-        """Take note of a poll."""
-
-    def draw(self) -> None:
-        """Show the state as of now."""
-
-    def suspended(self) -> AbstractContextManager[None]:
-        """Give the terminal back within this context, and after an exception in it."""
 
 
 def watch(path: Path, interval_s: float) -> int:
