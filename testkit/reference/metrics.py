@@ -14,25 +14,27 @@ from testkit.reference.markup import filled, table
 
 
 def of_exporter() -> Iterator[Family]:
-    """The families that a collector without stores declares."""
-    for metric in exporter.ExporterCollector([], []).collect():
-        suffix = "_total" if metric.type == "counter" else ""
-        labels: tuple[str, ...] = vars(metric)["_labelnames"]
-        yield Family(f"{metric.name}{suffix}", metric.type, metric.documentation, tuple(labels))
+    """The families of the exporter, with the labels that many share."""
+    for shared, families in (
+        (("run", "store"), exporter.OF_RUNS),
+        (("store",), exporter.OF_STORES),
+    ):
+        for each in families:
+            yield replace(each, labels=(*shared, *each.labels))
+    yield exporter.BUILD_INFO
 
 
 def page() -> str:
     """docs/reference/metrics.md."""
-    families = list(of_exporter())
-    runs = [each for each in families if each.labels[:2] == ("run", "store")]
+    families = list(of_exporter())[len(exporter.OF_RUNS) :]
     return filled(
         "metrics.md",
         daemon="\n\n".join(
             f"### {title}\n\n{_families(each)}" for title, each in daemon.SUBJECTS.items()
         ),
         daemon_labels=_labels(daemon.LABELS),
-        runs=_families(replace(each, labels=each.labels[2:]) for each in runs),
-        exporter=_families(each for each in families if each not in runs),
+        runs=_families(exporter.OF_RUNS),
+        exporter=_families(families),
         exporter_labels=_labels(exporter.LABELS),
     )
 

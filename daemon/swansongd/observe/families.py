@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,18 @@ class Family:
         return Metric(self.name.removesuffix(_SUFFIX.get(self.kind, "")), self.help, self.kind)
 
 
+def counter(name: str, help_text: str, *labels: str) -> Family:
+    return Family(name, "counter", help_text, labels)
+
+
+def gauge(name: str, help_text: str, *labels: str) -> Family:
+    return Family(name, "gauge", help_text, labels)
+
+
+def histogram(name: str, help_text: str, *labels: str) -> Family:
+    return Family(name, "histogram", help_text, labels)
+
+
 @dataclass(frozen=True, slots=True)
 class Histogram:
     """Counts of durations."""
@@ -52,7 +65,7 @@ class Sheet:
     """The samples of one scrape.
 
     Args:
-        families: all that may get samples; those without any are left out.
+        families: all that may get samples.
         fixed: labels of each sample.
     """
 
@@ -60,6 +73,12 @@ class Sheet:
         self._families = {family.name: family for family in families}
         self._fixed = fixed
         self._metrics: dict[str, Metric] = {}
+
+    def of(self, **fixed: str) -> Sheet:
+        """The same sheet, with these fixed labels for further samples."""
+        other = copy.copy(self)
+        other._fixed = fixed  # noqa: SLF001 - a sheet, too
+        return other
 
     def put(self, name: str, value: float | None, **labels: str) -> None:
         """Add a sample; None adds nothing."""
@@ -86,9 +105,18 @@ class Sheet:
         metric.add_sample(f"{name}_count", all_labels, totals[-1])
         metric.add_sample(f"{name}_sum", all_labels, histogram.sum_s)
 
-    def metrics(self) -> Sequence[Metric]:
-        """All families with samples, in the order of their declaration."""
-        return [self._metrics[name] for name in self._families if name in self._metrics]
+    def metrics(self, *, is_whole: bool = False) -> Sequence[Metric]:
+        """All families with samples, in the order of their declaration.
+
+        Args:
+            is_whole: with the families without samples.
+        """
+        known = self._metrics
+        return [
+            known.get(name) or family.metric()
+            for name, family in self._families.items()
+            if is_whole or name in known
+        ]
 
     def _metric(self, name: str, labels: dict[str, str]) -> Metric:
         family = self._families[name]
