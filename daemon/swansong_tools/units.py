@@ -15,23 +15,17 @@ def human_bytes(size_bytes: float) -> str:
     return f"{_digits(size_bytes, 4)} TB"
 
 
-def human_s(seconds: float) -> str:
+def human_s(seconds: float, digits: int = 3) -> str:
     """Format a duration as ``4.2 s``, ``12 min``, ``3.5 h`` or ``2 d``; below a millisecond ``0 s``."""
-    amount, unit = _scaled(seconds)
-    return f"{_digits(amount, 3)} {unit}"
+    for unit, size_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size_s:
+            return f"{_digits(seconds / size_s, digits)} {unit}"
+    return f"{_digits(round(seconds, 3), digits)} s"
 
 
 def human_age(seconds: float) -> str:
     """Format an age as ``45 s``, ``3.2 h`` or ``12 d``."""
-    amount, unit = _scaled(seconds)
-    return f"{amount:.0f} {unit}" if amount >= 9.95 else f"{_digits(amount, 2)} {unit}"
-
-
-def _scaled(seconds: float) -> tuple[float, str]:
-    for unit, size_s in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size_s:
-            return seconds / size_s, unit
-    return round(seconds, 3), "s"
+    return human_s(seconds, 2)
 
 
 def _digits(amount: float, count: int) -> str:

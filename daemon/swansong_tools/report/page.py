@@ -6,9 +6,9 @@ All texts go through the escaping of the template engine: run names, reasons and
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from swansong_bucket.format.farewell import Fact
@@ -28,7 +28,16 @@ ENTRIES_SHOWN = 100
 
 def html(report: RunReport) -> str:
     """The page."""
-    return _template().render(**_values(report))
+    verdicts = Counter(story.recorded.verdict for story in report.stories)
+    return _template().render(
+        report=report,
+        verdicts={verdict: verdicts[verdict] for verdict in Verdict if verdict in verdicts},
+        facts=facts,
+        drawing=drawing,
+        part_names=PART_NAMES,
+        commits_shown=COMMITS_SHOWN,
+        entries_shown=ENTRIES_SHOWN,
+    )
 
 
 @cache
@@ -67,42 +76,6 @@ def _ratio(value: float | None) -> str:
 def _percentage(share: float) -> str:
     """A position of a picture."""
     return f"{100 * share:.3f}%"
-
-
-def _values(report: RunReport) -> dict[str, Any]:
-    commits = report.history.commits.commits
-    loss = report.loss
-    interruptions = () if loss is None else loss.interruptions
-    verdicts = dict.fromkeys(Verdict, 0)
-    for story in report.stories:
-        verdicts[story.recorded.verdict] += 1
-    return {
-        "report": report,
-        "summary": facts.summary(report),
-        "history": report.history,
-        "loss": loss,
-        "verdicts": verdicts,
-        "newest": report.history.commits.newest_whole,
-        "commits": tuple(reversed(commits))[:COMMITS_SHOWN],
-        "commit_chart": drawing.commit_chart(commits),
-        "commits_drawn": min(len(commits), drawing.COMMITS_MAX),
-        "entries_shown": ENTRIES_SHOWN,
-        "ettr_chart": None if loss is None else drawing.ettr_chart(loss.windows),
-        "stacks": drawing.loss_stacks(interruptions),
-        "sums": drawing.loss_sums(interruptions),
-        "drawing": drawing,
-        "part_names": PART_NAMES,
-        "stories": [
-            {
-                "story": story,
-                "recorded": story.recorded,
-                "sentences": tuple(facts.sentences(story)),
-                "comparisons": tuple(facts.comparisons(story)),
-                "gantt": drawing.gantt(story.picture),
-            }
-            for story in report.stories
-        ],
-    }
 
 
 PART_NAMES = {

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 
-import structlog
 from swansong_bucket.util.threads import lasting_thread
 
 from swansongd.config.notify import NotifyConfig
@@ -35,12 +34,9 @@ from swansongd.observe.status import NotificationsStatus
 SETTLE_S = 15.0
 """A condition that holds, or has ended, for a shorter time causes no notification."""
 _LOOK_S = 1.0
-_FAULT_S = 60.0
 _WARM_S = 5.0
 """Imports for the first notification begin this long after the start, which has more urgent work."""
 _KILL_S = 0.5
-
-_log = structlog.get_logger(__name__)
 
 
 class Notifier:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
 from pathlib import Path
 
 from swansong import openat
@@ -24,13 +23,7 @@ class UnusableSecret(SwansongError):
     exit_code = 2
 
 
-def address(
-    url: str | None,
-    file: str | None,
-    *,
-    allow_http: bool,
-    environment: Mapping[str, str] = os.environ,
-) -> str:
+def address(url: str | None, file: str | None, *, allow_http: bool) -> str:
     """The address from the configuration, or from its file.
 
     Raises:
@@ -40,7 +33,7 @@ def address(
         assert url is not None
         return url
     try:
-        found = notify.url(read(file, environment))
+        found = notify.url(read(file))
     except InvalidValue as error:
         raise UnusableSecret(f"the address in {file} {error.problem}", hint=error.remedy) from None
     if not allow_http and not notify.is_encrypted_or_local(found):
@@ -63,13 +56,13 @@ def token(file: str) -> str:
     return found
 
 
-def read(file: str, environment: Mapping[str, str] = os.environ) -> str:
+def read(file: str) -> str:
     """The text of a secret file, without white space around it.
 
     Raises:
         UnusableSecret: it cannot be read, has over 4 KiB, or other users may read it.
     """
-    path, is_private = _path(file, environment)
+    path, is_private = _path(file)
     try:
         with openat.held(openat.open_directory(os.path.realpath(path.parent))) as directory_fd:
             fd = openat.open_file(path.name, dir_fd=directory_fd, owners={0, os.geteuid()})
@@ -90,12 +83,12 @@ def read(file: str, environment: Mapping[str, str] = os.environ) -> str:
     return data.decode(errors="replace").strip()
 
 
-def _path(file: str, environment: Mapping[str, str]) -> tuple[Path, bool]:
+def _path(file: str) -> tuple[Path, bool]:
     """The path, and whether systemd keeps other users away from it."""
     if not file.startswith(_CREDENTIAL):
         return Path(file), False
     name = file.removeprefix(_CREDENTIAL)
-    directory = environment.get("CREDENTIALS_DIRECTORY")
+    directory = os.environ.get("CREDENTIALS_DIRECTORY")
     if not directory:
         raise UnusableSecret(
             f"{file} is not there: the unit has no LoadCredential=",

@@ -106,7 +106,7 @@ def test_the_wide_table_has_all_reasons() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0, "0 s"), (45, "45 s"), (119, "119 s"), (200, "3.3 min"), (599, "10 min"),
-     (11_000, "3.1 h"), (100_000, "28 h"), (9e6, "104 d"), (1e9, "11574 d")],
+     (11_000, "3.1 h"), (100_000, "28 h"), (9e6, "104 d"), (1e9, "11,574 d")],
 )  # fmt: skip
 def test_ages_have_two_digits(seconds: float, text: str) -> None:
     """An age fits its column."""

@@ -82,18 +82,17 @@ def test_a_secret_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> 
     assert "geheim" not in error.value.line()
 
 
-def test_a_credential_of_systemd_is_found_by_its_name(tmp_path: Path) -> None:
+def test_a_credential_of_systemd_is_found_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """systemd keeps other users away, and gives the file a mode of its own."""
     secret(tmp_path / "hook", "https://hooks.example.org/T/S\n", 0o440)
-    found = secret_files.address(
-        None,
-        "credential:hook",
-        allow_http=False,
-        environment={"CREDENTIALS_DIRECTORY": str(tmp_path)},
-    )
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    found = secret_files.address(None, "credential:hook", allow_http=False)
     assert found == "https://hooks.example.org/T/S"
+    monkeypatch.delenv("CREDENTIALS_DIRECTORY")
     with pytest.raises(UnusableSecret, match="no LoadCredential=") as error:
-        secret_files.read("credential:hook", {})
+        secret_files.read("credential:hook")
     assert "LoadCredential=hook:FILE" in error.value.hint
 
 
