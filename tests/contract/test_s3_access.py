@@ -363,7 +363,10 @@ def responding(cloud_environment: None) -> Iterator[Callable[..., S3Store]]:
 
 
 @pytest.mark.fault("O04")
-@pytest.mark.parametrize(("wait", "seconds"), [("7", 7.0), ("soon", None), ("-1", None)])
+@pytest.mark.parametrize(
+    ("wait", "seconds"),
+    [("7", 7.0), ("soon", None), ("-1", None), ("1e9", None), ("9" * 999, None)],
+)
 def test_retry_after_of_slow_down(
     responding: Callable[..., S3Store], wait: str, seconds: float | None
 ) -> None:

@@ -17,6 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from swansong_bucket.errors import SwansongError
+from swansong_bucket.util.http1 import retry_after_s
 
 from swansongd.config.notify import is_encrypted_or_local
 
@@ -148,15 +149,9 @@ def _judge(request: HttpRequest, status: int, headers: Mapping[str, str], body: 
     if text and not request.has_secret:
         words += f": {text[:200]}"
     if status == 429 or status >= 500:
-        raise NotDelivered(words, retry_after_s=_retry_after_s(headers.get("Retry-After")))
+        pause_s = retry_after_s(headers)
+        raise NotDelivered(words, retry_after_s=pause_s and min(pause_s, RETRY_AFTER_S_MAX))
     raise NotDelivered(words, is_permanent=True)
-
-
-def _retry_after_s(value: str | None) -> float | None:
-    """The pause in seconds; a date counts as absent."""
-    if value is None or not value.isascii() or not value.isdecimal() or len(value) > 9:
-        return None
-    return min(float(value), RETRY_AFTER_S_MAX)
 
 
 def _system_bundle() -> str:

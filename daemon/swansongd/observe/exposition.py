@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,9 @@ class Exposition:
     def _serve(self, listener: socket.socket) -> None:
         if self._address.path is not None:
             self._own_file = os.lstat(self._address.path)
-        self.served_at = _shown(listener)
+            self.served_at = str(self._address)
+        else:
+            self.served_at = str(replace(self._address, port=listener.getsockname()[1]))
         _log.info("metrics_served", key=self._key, address=self.served_at)
         if not self._address.is_local:
             _log.warning(
@@ -176,14 +179,6 @@ def open_listener(address: ListenAddress, *, key: str) -> socket.socket:
             f"{who} listens at {address} and answers the scrapes",
             hint=f"stop that process, or name another address in {key}",
         ) from None
-
-
-def _shown(listener: socket.socket) -> str:
-    name = listener.getsockname()
-    if isinstance(name, str):
-        return f"unix:{name}"
-    host, port = name[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class _Handler(MetricsHandler):

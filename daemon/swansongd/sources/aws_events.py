@@ -67,8 +67,7 @@ class AwsRebalanceSource(AwsSource):
             return
         with contextlib.suppress(MetadataUnavailable):  # unknown: spot notices are possible
             answer = imds.read(LIFE_CYCLE_PATH)
-            found = answer.body.decode("utf-8", "replace").strip() if answer.status == 200 else ""
-            self._session.life_cycle = found
+            self._session.life_cycle = answer.text if answer.status == 200 else ""
 
 
 def parse_rebalance(body: bytes, asked: ClockReading) -> Notice:
@@ -95,20 +94,17 @@ class AwsAsgSource(AwsSource):
 
     def _poll(self, imds: Imds, asked: ClockReading) -> PollResult:
         answer = imds.read(ASG_PATH)
-        state = answer.body.decode("utf-8", "replace").strip() if answer.status == 200 else ""
+        state = answer.text if answer.status == 200 else ""
         if answer.status == 404 or state in _ASG_STAYS:
             reason = f"the target lifecycle state is {state or 'not set'}"
             return PollResult(answer, None, withdrawn_because=reason)
         if state not in _ASG_ENDS:
             raise MetadataUnavailable(f"unknown target lifecycle state {shortened(state, 40)!r}")
-        notice = Notice(
-            source=self.name,
-            kind=_ASG_ENDS[state],
-            identity=f"{self.name}:{state}",
-            severity=Severity.IMMINENT,
-            deadline_mono_s=asked.mono_s + self._options.assumed_grace_s,
-            deadline_quality=DeadlineQuality.ASSUMED,
-            detail=f"target lifecycle state {state}",
+        notice = self._noticed(
+            _ASG_ENDS[state],
+            asked.deadline(None, self._options.assumed_grace_s),
+            f"target lifecycle state {state}",
+            identity=state,
         )
         return PollResult(answer, notice)
 
@@ -164,11 +160,7 @@ def parse_event(event: dict[str, Any], asked: ClockReading, assumed_grace_s: flo
         assumed_grace_s: grace period if the date is invalid.
     """
     begins = parse_date(_text(event, "NotBefore"))
-    if begins is None:
-        grace_s, quality = assumed_grace_s, DeadlineQuality.ASSUMED
-    else:
-        grace_s = max(0.0, begins.timestamp() - asked.wall_s)
-        quality = DeadlineQuality.STATED if grace_s > 0 else DeadlineQuality.DERIVED
+    deadline_mono_s, quality = asked.deadline(begins, assumed_grace_s)
     code = _text(event, "Code")
     named = shortened(_text(event, "EventId") or code, 100) or "unknown"
     return Notice(
@@ -176,7 +168,7 @@ def parse_event(event: dict[str, Any], asked: ClockReading, assumed_grace_s: flo
         kind=_EVENT_KINDS.get(code, "maintenance"),
         identity=f"{AwsScheduledSource.name}:{named}",
         severity=Severity.SCHEDULED,
-        deadline_mono_s=asked.mono_s + grace_s,
+        deadline_mono_s=deadline_mono_s,
         deadline_quality=quality,
         detail=_detail(json.dumps(event).encode()),
     )

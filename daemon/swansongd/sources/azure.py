@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
 
 import structlog
 from swansong import bounds
@@ -112,7 +111,6 @@ class AzureSource(PolledSource):
     """
 
     cloud = "azure"
-    severity: ClassVar[Severity]
 
     def __init__(self, options: PollOptions, *, approves: bool = False) -> None:
         super().__init__(options)
@@ -133,8 +131,7 @@ class AzureSource(PolledSource):
         def poll(asked: ClockReading) -> PollResult:
             answer = _checked(get(client, EVENTS_PATH))
             if not self._vm_name:
-                named = _checked(get(client, NAME_PATH))
-                self._vm_name = named.body.decode("utf-8", "replace").strip()
+                self._vm_name = _checked(get(client, NAME_PATH)).text
             events = [
                 each
                 for each in parse_events(answer.body)
@@ -160,14 +157,12 @@ class AzureSource(PolledSource):
         # One that has started, states no valid time, or is late: a clock may be wrong.
         is_stated = left_s > 0
         grace_s = left_s if is_stated else self._options.assumed_grace_s
-        return Notice(
-            source=self.name,
-            kind=self.kind_of(event),
-            identity=identity,
-            severity=self.severity,
-            deadline_mono_s=asked.mono_s + grace_s,
-            deadline_quality=DeadlineQuality.STATED if is_stated else DeadlineQuality.ASSUMED,
-            detail=shortened(f"{event.type}: {event.description}"),
+        quality = DeadlineQuality.STATED if is_stated else DeadlineQuality.ASSUMED
+        return self._noticed(
+            self.kind_of(event),
+            (asked.mono_s + grace_s, quality),
+            f"{event.type}: {event.description}",
+            identity=shortened(event.id, 100),
         )
 
     def _approve(self, client: MetadataClient, events: list[AzureEvent]) -> None:
@@ -198,7 +193,6 @@ class AzureDeletionSource(AzureSource):
     """``azure.deletion``: this VM is being deleted, as a Spot VM or by its scale set."""
 
     name = "azure.deletion"
-    severity = Severity.IMMINENT
 
     def kind_of(self, event: AzureEvent) -> str:
         return _DELETIONS.get(event.type, "")

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from swansong_bucket.model import DeadlineQuality, Notice, Severity
+from swansong_bucket.model import DeadlineQuality, Notice
 
 from swansongd.core.events import NoticeRaised
 from swansongd.sources.base import Post
@@ -52,7 +52,7 @@ class WatchResult:
 
     @property
     def text(self) -> str:
-        return self.answer.body.decode("utf-8", "replace").strip()
+        return self.answer.text
 
 
 class KeyWatch:
@@ -150,10 +150,6 @@ class GcpSource(PolledSource):
     """Shortest interval of requests to a server that does not hold them."""
     _options: GcpOptions
 
-    def __init__(self, options: GcpOptions) -> None:
-        super().__init__(options)
-        self._identity = f"{self.name}:{options.boot_id}"
-
     @property
     def interval_s(self) -> float:
         return self.pace_s
@@ -246,22 +242,12 @@ class GcpPreemptedSource(GcpSource):
         now_mono_s = self._monotonic()
         if self._live is None:
             self._preempted_mono_s = now_mono_s if result.is_change else self._idle_mono_s
-        stated_mono_s = self._long_deadline_mono_s() if self._notice_s else None
-        return Notice(
-            source=self.name,
-            kind="reclaim",
-            identity=self._identity,
-            severity=Severity.IMMINENT,
-            deadline_mono_s=(
-                now_mono_s + self._options.assumed_grace_s
-                if stated_mono_s is None
-                else stated_mono_s
-            ),
-            deadline_quality=(
-                DeadlineQuality.ASSUMED if stated_mono_s is None else DeadlineQuality.DERIVED
-            ),
-            detail=f"preempted is {result.text}",
-        )
+        deadline = now_mono_s + self._options.assumed_grace_s, DeadlineQuality.ASSUMED
+        long_mono_s = self._long_deadline_mono_s() if self._notice_s else None
+        if long_mono_s is not None:
+            deadline = long_mono_s, DeadlineQuality.DERIVED
+        detail = f"preempted is {result.text}"
+        return self._noticed("reclaim", deadline, detail, identity=self._options.boot_id)
 
     def raised(self, notice: Notice, post: Post, stop: threading.Event) -> None:
         if self._notice_s is None and self._long_deadline_mono_s() is not None:

@@ -31,16 +31,11 @@ class _TimedSource(GcpSource):
     def _deadline(
         self, result: WatchResult, stated: datetime | None, plus_s: float = 0.0
     ) -> tuple[float, DeadlineQuality]:
-        """The deadline ``plus_s`` after a stated time, by the server's clock; now if it has passed."""
         now = ClockReading(self._monotonic(), self._wall()).by_server_clock(result.answer)
-        if stated is None:
-            return now.mono_s + self._options.assumed_grace_s, DeadlineQuality.ASSUMED
-        left_s = stated.timestamp() + plus_s - now.wall_s
-        quality = DeadlineQuality.STATED if left_s >= 0 else DeadlineQuality.DERIVED
-        return now.mono_s + max(0.0, left_s), quality
+        return now.deadline(stated, self._options.assumed_grace_s, plus_s=plus_s)
 
 
-class GcpMaintenanceSource(_TimedSource):
+class GcpMaintenanceSource(GcpSource):
     """``gcp.maintenance``: maintenance of the host, for which the VM is stopped.
 
     A live migration raises no notice, because the VM keeps running.  Compute Engine gives the notice only to
@@ -48,6 +43,7 @@ class GcpMaintenanceSource(_TimedSource):
     """
 
     name = "gcp.maintenance"
+    severity = Severity.SCHEDULED
     key = "instance/maintenance-event"
 
     def is_idle(self, result: WatchResult) -> bool:
@@ -61,14 +57,11 @@ class GcpMaintenanceSource(_TimedSource):
             )
         # If the change was not observed, part of the hour may have passed: assumed, and not derived.
         quality = DeadlineQuality.DERIVED if result.is_change else DeadlineQuality.ASSUMED
-        return Notice(
-            source=self.name,
-            kind="host-maintenance",
-            identity=self._identity,
-            severity=Severity.SCHEDULED,
-            deadline_mono_s=self._monotonic() + self._options.assumed_grace_s,
-            deadline_quality=quality,
-            detail=f"maintenance-event is {result.text}",
+        return self._noticed(
+            "host-maintenance",
+            (self._monotonic() + self._options.assumed_grace_s, quality),
+            f"maintenance-event is {result.text}",
+            identity=self._options.boot_id,
         )
 
 
@@ -79,6 +72,7 @@ class GcpUpcomingSource(_TimedSource):
     """
 
     name = "gcp.upcoming"
+    severity = Severity.SCHEDULED
     key = "instance/upcoming-maintenance"
     parameters = {"alt": "json", "recursive": "true"}  # noqa: RUF012 - declared ClassVar above
     pace_s = 10.0
@@ -106,16 +100,11 @@ class GcpUpcomingSource(_TimedSource):
             raise MetadataUnavailable(
                 f"upcoming-maintenance has no known field: {shortened(result.text, 60)}"
             )
-        stated = _instant(begin)
-        deadline_mono_s, quality = self._deadline(result, stated)
-        return Notice(
-            source=self.name,
-            kind="host-maintenance",
-            identity=f"{self.name}:{shortened(str(kind), 40)}",
-            severity=Severity.SCHEDULED,
-            deadline_mono_s=deadline_mono_s,
-            deadline_quality=quality,
-            detail=shortened(result.text),
+        return self._noticed(
+            "host-maintenance",
+            self._deadline(result, _instant(begin)),
+            result.text,
+            identity=shortened(str(kind), 40),
         )
 
 
@@ -143,20 +132,13 @@ class GcpStopSource(_TimedSource):
             raise MetadataUnavailable(f"unknown value of stop-state: {shortened(result.text, 60)}")
         length_s, requested = (None, None) if self._live else self._details()
         if length_s is not None and requested is None and result.is_change:
-            deadline_mono_s, quality = self._monotonic() + length_s, DeadlineQuality.DERIVED
+            deadline = self._monotonic() + length_s, DeadlineQuality.DERIVED
         elif length_s is not None:
-            deadline_mono_s, quality = self._deadline(result, requested, length_s)
+            deadline = self._deadline(result, requested, length_s)
         else:
-            deadline_mono_s, quality = self._deadline(result, None)
-        return Notice(
-            source=self.name,
-            kind="stop",
-            identity=self._identity,
-            severity=Severity.IMMINENT,
-            deadline_mono_s=deadline_mono_s,
-            deadline_quality=quality,
-            detail=f"stop-state is {result.text}",
-        )
+            deadline = self._deadline(result, None)
+        detail = f"stop-state is {result.text}"
+        return self._noticed("stop", deadline, detail, identity=self._options.boot_id)
 
     def _details(self) -> tuple[float | None, datetime | None]:
         """The longest duration of the stop, and the time of its request; None where unavailable."""
@@ -169,7 +151,7 @@ class GcpStopSource(_TimedSource):
                     answer = get(client, _SHUTDOWN_DETAILS + name)
                 except MetadataUnavailable:
                     return None, None
-                texts.append(answer.body.decode("utf-8", "replace") if answer.status == 200 else "")
+                texts.append(answer.text if answer.status == 200 else "")
         return _seconds(texts[0]), _instant(texts[1])
 
 

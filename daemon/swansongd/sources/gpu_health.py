@@ -187,12 +187,18 @@ class GpuRecords:
 
     def _unlisted(self, fault: Fault, now_mono_s: float) -> _Gpu | None:
         """A GPU that NVML does not list: it may have fallen off the bus before."""
-        if fault.grade is XidClass.APPLICATION or len(self._gpus) >= GPUS_MAX or not fault.pci:
+        if fault.grade is XidClass.APPLICATION or not fault.pci:
             return None
-        status = GpuStatus(
-            pci=fault.pci, index=-1, health=GpuHealth.OK, reason="", since_mono_s=now_mono_s
-        )
-        return self._gpus.setdefault(fault.pci, _Gpu(status))
+        return self._gpu(fault.pci, now_mono_s)
+
+    def _gpu(self, pci: str, now_mono_s: float) -> _Gpu | None:
+        """The GPU at this address; None if there are too many others."""
+        if pci not in self._gpus and len(self._gpus) < GPUS_MAX:
+            status = GpuStatus(
+                pci=pci, index=-1, health=GpuHealth.OK, reason="", since_mono_s=now_mono_s
+            )
+            self._gpus[pci] = _Gpu(status)
+        return self._gpus.get(pci)
 
     def _add(self, gpu: _Gpu, fault: Fault, witness: str, now_mono_s: float) -> None:
         grade = XidClass.DYING if fault.grade is XidClass.LOST else fault.grade
@@ -207,18 +213,9 @@ class GpuRecords:
                 self._set(gpu, "xid", health, fault.text, now_mono_s)
 
     def _record(self, reading: GpuReading, now_mono_s: float) -> None:
-        gpu = self._gpus.get(reading.pci)
+        gpu = self._gpu(reading.pci, now_mono_s)
         if gpu is None:
-            if len(self._gpus) >= GPUS_MAX:
-                return
-            status = GpuStatus(
-                pci=reading.pci,
-                index=reading.index,
-                health=GpuHealth.OK,
-                reason="",
-                since_mono_s=now_mono_s,
-            )
-            gpu = self._gpus[reading.pci] = _Gpu(status)
+            return
         gpu.was_listed = True
         gpu.status = replace(gpu.status, index=reading.index, uuid=reading.uuid, name=reading.name)
         is_lost = reading.is_lost and "the driver reports that the GPU is lost"

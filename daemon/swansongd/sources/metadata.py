@@ -62,6 +62,10 @@ class MetadataResponse:
     """With names in lower case."""
     body: bytes
 
+    @property
+    def text(self) -> str:
+        return self.body.decode("utf-8", "replace").strip()
+
 
 class MetadataClient:
     """One persistent connection to the metadata server, for one thread; others may only call :meth:`abort`.

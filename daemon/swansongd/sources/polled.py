@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import ClassVar
 
-from swansong_bucket.model import Notice
+from swansong_bucket.model import DeadlineQuality, Notice, Severity
 from swansong_bucket.util.http1 import http_date
 
 from swansongd.core.events import NoticeRaised, NoticeWithdrawn
@@ -23,6 +23,7 @@ from swansongd.sources.metadata import (
     Backoff,
     MetadataClient,
     MetadataResponse,
+    shortened,
     watch,
 )
 
@@ -46,6 +47,16 @@ class ClockReading:
         if date_s is None:
             return self
         return ClockReading(self.mono_s, min(max(self.wall_s, date_s), date_s + 1))
+
+    def deadline(
+        self, stated: datetime | None, assumed_s: float, *, plus_s: float = 0.0
+    ) -> tuple[float, DeadlineQuality]:
+        """The deadline ``plus_s`` after a stated time, now if it has passed; else after the assumed time."""
+        if stated is None:
+            return self.mono_s + assumed_s, DeadlineQuality.ASSUMED
+        left_s = stated.timestamp() + plus_s - self.wall_s
+        quality = DeadlineQuality.STATED if left_s > 0 else DeadlineQuality.DERIVED
+        return self.mono_s + max(0.0, left_s), quality
 
 
 def server_date_s(answer: MetadataResponse) -> float | None:
@@ -117,6 +128,7 @@ class PolledSource(ABC):
 
     name: str
     cloud: ClassVar[str]
+    severity: ClassVar[Severity] = Severity.IMMINENT
     slows_down: ClassVar[bool] = True
     """Whether it polls less often while this VM does not support the source."""
     repeats_at_once: ClassVar[bool] = False
@@ -172,6 +184,21 @@ class PolledSource(ABC):
     @abstractmethod
     def poller(self, client: MetadataClient) -> Poller:
         """The poll of this source over a connection."""
+
+    def _noticed(
+        self, kind: str, deadline: tuple[float, DeadlineQuality], detail: str, *, identity: str
+    ) -> Notice:
+        """A notice of this source."""
+        deadline_mono_s, quality = deadline
+        return Notice(
+            source=self.name,
+            kind=kind,
+            identity=f"{self.name}:{identity}",
+            severity=self.severity,
+            deadline_mono_s=deadline_mono_s,
+            deadline_quality=quality,
+            detail=shortened(detail),
+        )
 
     def raised(  # noqa: B027 - most sources have nothing to add
         self, notice: Notice, post: Post, stop: threading.Event
