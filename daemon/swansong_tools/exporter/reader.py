@@ -68,6 +68,9 @@ class StoreReader:
 
     def __post_init__(self) -> None:
         self.url = self.store.url
+        self._failures = self._mirror_failures = 0
+        """Counts of one reading.  Threads may lose a count, and a failure is never lost."""
+        self._has_mirror = False
         self._lock = threading.Lock()
         """Guards everything below."""
         self._readers: dict[str, RunReader] = {}
@@ -93,25 +96,21 @@ class StoreReader:
     def read(self) -> bool:
         """Read the runs that are due; False if the store, a run or the mirror failed."""
         began_mono_s = self.monotonic()
-        counts = _Counts()
+        self._failures = self._mirror_failures = 0
+        self._has_mirror = False
         due: list[str] = []
         try:
             names = self._names()
             self._forget(names)
             due = [name for name in names if self._due_mono_s.get(name, 0.0) <= began_mono_s]
-            parallel(
-                due,
-                lambda name: self._read_run(name, counts),
-                threads=RUNS_AT_ONCE,
-                stop=self.stop,
-            )
+            parallel(due, self._read_run, threads=RUNS_AT_ONCE, stop=self.stop)
         except Stopped:
             return False
         except StoreError as error:
-            counts.failures += 1
+            self._failures += 1
             _log.warning("runs_not_listed", store=self.url, reason=error.line())
         except Exception as error:  # the next reading may succeed
-            counts.failures += 1
+            self._failures += 1
             self.store.health.failed(error)
             _log.exception("exporter_fault", store=self.url)
         now_wall_s = self.wall()
@@ -121,17 +120,17 @@ class StoreReader:
             left_out = len(self._left_out)
             is_refused = bool(due) and self._failing.issuperset(due)
         done = StoreReading(
-            is_up=not counts.failures and not is_refused,
+            is_up=not self._failures and not is_refused,
             took_s=took_s,
             runs=runs,
             failing=failing,
             left_out=left_out,
         )
         self.store.health.read(done, by=self.url, now_wall_s=now_wall_s)
-        if self.mirror is not None and counts.has_mirror:
-            mirrored = StoreReading(is_up=not counts.mirror_failures, took_s=took_s)
+        if self.mirror is not None and self._has_mirror:
+            mirrored = StoreReading(is_up=not self._mirror_failures, took_s=took_s)
             self.mirror.health.read(mirrored, by=self.url, now_wall_s=now_wall_s)
-        return not (counts.failures or failing or counts.mirror_failures)
+        return not (self._failures or failing or self._mirror_failures)
 
     # ------------------------------------------------------------ the names of the runs
 
@@ -167,11 +166,11 @@ class StoreReader:
 
     # ------------------------------------------------------------ one run
 
-    def _read_run(self, name: str, counts: _Counts) -> None:
-        if counts.failures >= FAILURES_MAX:
+    def _read_run(self, name: str) -> None:
+        if self._failures >= FAILURES_MAX:
             return
         try:
-            self._refresh(name, counts)
+            self._refresh(name)
             with self._lock:
                 self._failing.discard(name)
         except Stopped:
@@ -179,7 +178,7 @@ class StoreReader:
         except StoreError as error:  # the attempts were counted
             _log.warning("run_not_read", store=self.url, run=name, reason=error.line())
             if isinstance(error, Transient):
-                counts.failures += 1
+                self._failures += 1
             else:
                 self._give_up(name)
         except Exception as error:
@@ -192,7 +191,7 @@ class StoreReader:
             self._failing.add(name)
             self._due_mono_s[name] = self.monotonic() + REFUSED_S
 
-    def _refresh(self, name: str, counts: _Counts) -> None:
+    def _refresh(self, name: str) -> None:
         reader = self._readers.get(name) or RunReader(
             self.store,
             RunKeys(name),
@@ -210,7 +209,7 @@ class StoreReader:
             return
         found = reader.read(now_wall_s)
         if self.mirror is not None:
-            found = self._with_mirror(found, reader, self.mirror, counts)
+            found = self._with_mirror(found, reader, self.mirror)
         with self._lock:
             self._figures[name] = found
         self._postpone(name, (reader.run.newest_age_s or 0.0) / IDLE_SHARE)
@@ -250,17 +249,15 @@ class StoreReader:
         with self._lock:
             self._due_mono_s[name] = self.monotonic() + wait_s
 
-    def _with_mirror(
-        self, found: RunFigures, reader: RunReader, mirror: ReadOnly, counts: _Counts
-    ) -> RunFigures:
+    def _with_mirror(self, found: RunFigures, reader: RunReader, mirror: ReadOnly) -> RunFigures:
         """The figures with the lag of the mirror; if the mirror fails, with the old lag."""
-        counts.has_mirror = True
+        self._has_mirror = True
         try:
             return replace(found, mirror=reader.mirror_lag(mirror, found.generation))
         except Stopped:
             raise
         except Exception as error:
-            counts.mirror_failures += 1
+            self._mirror_failures += 1
             if not isinstance(error, StoreError):
                 mirror.health.failed(error)  # requests that failed were counted
             if isinstance(error, SwansongError):
@@ -271,12 +268,3 @@ class StoreReader:
         with self._lock:
             old = self._figures.get(found.run)
         return found if old is None else replace(found, mirror=old.mirror)
-
-
-@dataclass(slots=True)
-class _Counts:
-    """Counts of one reading.  Threads may lose a count, and a failure is never lost."""
-
-    failures: int = 0
-    mirror_failures: int = 0
-    has_mirror: bool = False

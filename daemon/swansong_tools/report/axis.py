@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -38,13 +39,6 @@ class Segment:
     to_s: float
     left: float
     right: float
-
-    def at(self, time_s: float) -> float:
-        if self.to_s <= self.from_s:
-            return self.left
-        return self.left + (time_s - self.from_s) / (self.to_s - self.from_s) * (
-            self.right - self.left
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +75,18 @@ class Axis:
 
     def at(self, time_s: float) -> float:
         """The position of a time, between 0 and 1; times within a break are spread over it."""
-        if time_s < self.segments[0].from_s:
-            return 0.0
-        before: Segment | None = None
-        for segment in self.segments:
-            if time_s < segment.from_s and before is not None:
-                gap = Segment(before.to_s, segment.from_s, before.right, segment.left)
-                return gap.at(time_s)
-            if time_s <= segment.to_s:
-                return segment.at(time_s)
-            before = segment
-        return 1.0
+        if not self.segments[0].from_s <= time_s <= self.segments[-1].to_s:
+            return float(time_s > self.segments[0].from_s)
+        ends = [
+            end
+            for each in self.segments
+            for end in ((each.from_s, each.left), (each.to_s, each.right))
+        ]
+        place = max(1, bisect_left(ends, (time_s, -1.0)))
+        (from_s, left), (to_s, right) = ends[place - 1 : place + 1]
+        return (
+            left if to_s <= from_s else left + (time_s - from_s) / (to_s - from_s) * (right - left)
+        )
 
     def ticks(self) -> tuple[AxisTick, ...]:
         """Round times within the segments, with room for a label each."""
@@ -101,7 +96,7 @@ class Axis:
         found: list[AxisTick] = []
         for segment in self.segments:
             for time_s in _round_times(segment, step_s):
-                at = segment.at(time_s)
+                at = self.at(time_s)
                 if not found or at - found[-1].at >= _TICK_DISTANCE:
                     found.append(AxisTick(at, time_s))
         return tuple(found)
