@@ -115,17 +115,12 @@ class Loss:
     productive_s: float
     parts_s: dict[str, float]
     """All time that is not productive: the parts of *down*, ``redone``, ``stall``, ``saves``, ``unknown``."""
-    gpu_s: float
-    """GPU seconds of the run."""
     productive_gpu_s: float
-    """The part of them in ``productive_s``."""
+    """GPU seconds of the run in ``productive_s``."""
     parts_gpu_s: dict[str, float]
     """The other GPU seconds, by the names of ``parts_s``."""
-    lost_gpu_s: float
-    """GPU seconds of all interruptions."""
-    last_hour_s: float
-    """Length of the window that ends with the newest known step: an hour, or all of a shorter run."""
     last_hour_productive_s: float
+    """In the window that ends with the newest known step: an hour, or all of a shorter run."""
     interruptions: tuple[Interruption, ...]
     windows: tuple[Window, ...] = ()
     """The run in windows of equal length, the last one shorter; at most :data:`WINDOWS_MAX`."""
@@ -135,6 +130,16 @@ class Loss:
         return self.until_wall_s - self.begun_wall_s
 
     @property
+    def gpu_s(self) -> float:
+        """GPU seconds of the run."""
+        return self.productive_gpu_s + sum(self.parts_gpu_s.values())
+
+    @property
+    def lost_gpu_s(self) -> float:
+        """GPU seconds of all interruptions."""
+        return sum(each.lost_gpu_s for each in self.interruptions)
+
+    @property
     def ettr(self) -> float | None:
         """Effective-training-time ratio of the run; None without any time."""
         return self.productive_s / self.wall_s if self.wall_s > 0 else None
@@ -142,7 +147,8 @@ class Loss:
     @property
     def ettr_last_hour(self) -> float | None:
         """The same for the last hour of training, which ends with the newest step."""
-        return self.last_hour_productive_s / self.last_hour_s if self.last_hour_s > 0 else None
+        last_s = min(HOUR_S, self.wall_s)
+        return self.last_hour_productive_s / last_s if last_s > 0 else None
 
     @property
     def goodput_s(self) -> dict[str, float]:
@@ -197,8 +203,6 @@ class _Sum:
         default_factory=lambda: dict.fromkeys((*PARTS, "redone", "stall", "saves", "unknown"), 0.0)
     )
     parts_gpu_s: dict[str, float] = field(init=False)
-    gpu_s: float = 0.0
-    lost_gpu_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.parts_gpu_s = dict.fromkeys(self.parts_s, 0.0)
@@ -227,13 +231,11 @@ def loss(lives: Sequence[Life]) -> Loss | None:
             total.interruptions.append(
                 _interruption(total, lives[place - 1], life, (cursor_s, first_s), parts)
             )
-        total.gpu_s += _ranks(life) * (first_s - cursor_s)
         following = lives[place + 1] if place + 1 < len(lives) else None
         segment = _segment(life, first_s, following)
         total.segments.append(segment)
         total.add("saves", segment.saves_s, segment.ranks)
         total.add("stall", segment.stall_s, segment.ranks)
-        total.gpu_s += _ranks(life) * (segment.ended_s - first_s)
         cursor_s = segment.ended_s
     window_s = min(HOUR_S, cursor_s - begun_s)
     return Loss(
@@ -241,11 +243,8 @@ def loss(lives: Sequence[Life]) -> Loss | None:
         until_wall_s=cursor_s,
         productive_s=sum(segment.train_s for segment in total.segments),
         parts_s=total.parts_s,
-        gpu_s=total.gpu_s,
         productive_gpu_s=sum(each.ranks * each.train_s for each in total.segments),
         parts_gpu_s=total.parts_gpu_s,
-        lost_gpu_s=total.lost_gpu_s,
-        last_hour_s=window_s,
         last_hour_productive_s=sum(s.productive_s(cursor_s - window_s) for s in total.segments),
         interruptions=tuple(total.interruptions),
         windows=tuple(_windows(total.segments, begun_s, cursor_s)),
@@ -323,7 +322,7 @@ def _interruption(
     total.parts_s["redone"] += redone_s
     total.parts_gpu_s["redone"] += redone_gpu_s
     known_stall_s = None if last.stall_s is None else total.segments[-1].stall_s
-    found = Interruption(
+    return Interruption(
         after_generation=before.generation,
         generation=life.generation,
         ended_wall_s=down[0],
@@ -347,8 +346,6 @@ def _interruption(
         bytes_fetched=None if resumption is None else resumption.bytes_fetched,
         bytes_linked=None if resumption is None else resumption.bytes_linked,
     )
-    total.lost_gpu_s += found.lost_gpu_s
-    return found
 
 
 def _cancelled(segments: Sequence[_Segment], from_step: int) -> Iterator[tuple[int, float]]:

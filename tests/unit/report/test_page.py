@@ -200,9 +200,6 @@ def test_hostile_texts_stay_texts(
             productive_gpu_s=8.0,
             parts_s={"redone": interruption.redone_s, "stall": 1.0},
             parts_gpu_s={"redone": 8 * interruption.redone_s, "stall": 8.0},
-            gpu_s=8.0,
-            lost_gpu_s=8.0,
-            last_hour_s=1.0,
             last_hour_productive_s=0.5,
             interruptions=(interruption,),
         )
