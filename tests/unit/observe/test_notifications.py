@@ -253,6 +253,14 @@ def test_a_negative_margin_is_told_and_not_during_an_evacuation() -> None:
     assert look(Watch(settle_s=15.0), story.state, 30.0, 90.0) == []
 
 
+def test_what_a_restarted_daemon_has_not_measured_yet_ends_no_problem() -> None:
+    """Neither a stall before a rank reports a step, nor a margin before a save is measured."""
+    story = Story(notice_kinds=(NoticeKind(source="gcp.preempted", grace_s=25.0),))
+    story.join(step=40)
+    watch = Watch(settle_s=15.0, begun={"stall", "margin/gcp.preempted"})
+    assert look(watch, story.state, 0.0, 60.0) == []
+
+
 def test_metrics_that_are_not_served_are_told_with_the_reason() -> None:
     failure, watch = "a process of user 12004 listens at 127.0.0.1:9469", Watch(settle_s=15.0)
     facts: dict[str, Any] = {"step": STEP, "wall_s": WALL_S, "metrics_failure": failure}
