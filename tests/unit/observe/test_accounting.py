@@ -197,6 +197,28 @@ def test_a_later_start_has_its_own_question() -> None:
     assert made.asked_mono_s == pytest.approx(begun_s + 3.0)
 
 
+def test_what_failed_ends_no_fetch() -> None:
+    """The trainer waits from its first question on, however often the download fails."""
+    story = Accounted(newest=NEWEST)
+    at(story, 1.0, RestoreAsked())
+    asked_s = story.now
+    at(story, 1.0, DownloadEnded(error="refused"))
+    at(story, 1.0, RestoreAnswered(error="refused"))
+    at(story, 300.0, RestoreAsked())
+    story.join(start_id="s1")
+    at(story, 3.0, TrainerProgress(1, 40, start_id="s1"))
+    at(story, 4.0, TrainerProgress(1, 41))
+    made = story.resumes[-1].milestones
+    assert made.asked_mono_s == asked_s
+    assert (made.download_ended_mono_s, made.answered_mono_s) == (None, None)
+
+
+def test_a_report_without_a_connected_rank_counts() -> None:
+    story = Accounted(newest=NEWEST)
+    at(story, 1.0, TrainerProgress(1, 40))
+    assert story.training.step == 40
+
+
 def evacuated(in_s: float = 60.0) -> Accounted:
     """An evacuation whose verdict is SAFE, while training continues."""
     story = Accounted(newest=NEWEST)
