@@ -6,11 +6,10 @@ from __future__ import annotations
 import math
 
 
-def poisson_interval(count: int, *, level: float = 0.95) -> tuple[float, float]:
-    """The exact interval of the mean of a Poisson distribution, for an observed count (Garwood 1936)."""
-    tail = (1 - level) / 2
-    low = 0.0 if count == 0 else _mean_where(count - 1, 1 - tail)
-    return low, _mean_where(count, tail)
+def poisson_interval(count: int) -> tuple[float, float]:
+    """The exact 95 % interval of the mean of a Poisson distribution, for a count (Garwood 1936)."""
+    low = 0.0 if count == 0 else _mean_where(count - 1, 0.975)
+    return low, _mean_where(count, 0.025)
 
 
 def _mean_where(count: int, probability: float) -> float:

@@ -16,7 +16,6 @@ from swansong.bounds import BoundsError, json_object, text
 from swansong_bucket.util.threads import lasting_thread
 
 from swansongd.sources.aws import Imds
-from swansongd.sources.base import Clock
 from swansongd.sources.metadata import (
     DEFAULT_URL,
     MAX_BODY_BYTES,
@@ -54,7 +53,6 @@ class LifecycleHook:
         endpoint: address of the Auto Scaling service; None for the regional endpoint of AWS.
         heartbeat_interval_s: shortest interval of heartbeats.
         timeout_s: limit for the connection, and for each read.
-        monotonic: the clock.
     """
 
     def __init__(
@@ -66,14 +64,12 @@ class LifecycleHook:
         endpoint: str | None = None,
         heartbeat_interval_s: float = 10.0,
         timeout_s: float = 3.0,
-        monotonic: Clock = time.monotonic,
     ) -> None:
         self._names = {"LifecycleHookName": hook, "AutoScalingGroupName": group}
         self._metadata_url = metadata_url
         self._endpoint = endpoint
         self._heartbeat_interval_s = heartbeat_interval_s
         self._timeout_s = timeout_s
-        self._monotonic = monotonic
         self._backoff = Backoff(min(1.0, heartbeat_interval_s), heartbeat_interval_s)
         self._changed = threading.Condition()
         self._beat_pending = False
@@ -91,7 +87,7 @@ class LifecycleHook:
     def heartbeat(self) -> None:
         """Extend the timeout of the hook while the evacuation continues.  Cheap: call it at any interval."""
         with self._changed:
-            if not self._beat_pending and self._monotonic() >= self._next_beat_mono_s:
+            if not self._beat_pending and time.monotonic() >= self._next_beat_mono_s:
                 self._beat_pending = True
                 self._changed.notify()
 
@@ -129,7 +125,7 @@ class LifecycleHook:
         with self._changed:
             self._beat_pending = False
             wait_s = self._heartbeat_interval_s if done else self._backoff.next_s()
-            self._next_beat_mono_s = self._monotonic() + wait_s
+            self._next_beat_mono_s = time.monotonic() + wait_s
 
     def _complete(self) -> None:
         def call() -> None:
@@ -210,7 +206,7 @@ class LifecycleHook:
 
     def _identity(self) -> tuple[str, str]:
         with MetadataClient(self._metadata_url, timeout_s=self._timeout_s, cloud="aws") as client:
-            answer = Imds(client, monotonic=self._monotonic).read(IDENTITY_PATH)
+            answer = Imds(client, monotonic=time.monotonic).read(IDENTITY_PATH)
         return parse_identity(answer.body)
 
 

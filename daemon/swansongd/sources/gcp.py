@@ -13,6 +13,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import ClassVar
 
 from swansong_bucket.model import DeadlineQuality, Notice
@@ -188,6 +189,13 @@ class GcpSource(PolledSource):
         Raises:
             MetadataUnavailable: the value is unknown.
         """
+
+    def _deadline(
+        self, result: WatchResult, stated: datetime | None, plus_s: float = 0.0
+    ) -> tuple[float, DeadlineQuality]:
+        """The deadline ``plus_s`` after a time that the value may state."""
+        now = ClockReading(self._monotonic(), self._wall()).by_server_clock(result.answer)
+        return now.deadline(stated, self._options.assumed_grace_s, plus_s=plus_s)
 
     def _skew_note(self, asked: ClockReading, answer: MetadataResponse) -> str:  # noqa: ARG002
         return ""  # the server may have held the request

@@ -15,7 +15,7 @@ from swansongd.sources.metadata import (
     MetadataUnavailable,
     shortened,
 )
-from swansongd.sources.polled import ClockReading, parse_time
+from swansongd.sources.polled import parse_time
 
 GPU_MAINTENANCE_S = 3600.0
 """Time between the announcement and the maintenance of a host with GPUs."""
@@ -23,16 +23,6 @@ GPU_MAINTENANCE_S = 3600.0
 _DETAILS_TIMEOUT_S = 1.0
 _SHUTDOWN_DETAILS = "/computeMetadata/v1/instance/shutdown-details/"
 _ENDS = ("TERMINATE_ON_HOST_MAINTENANCE", "SHUTDOWN_ON_HOST_MAINTENANCE")
-
-
-class _TimedSource(GcpSource):
-    """A source whose notices may state a time."""
-
-    def _deadline(
-        self, result: WatchResult, stated: datetime | None, plus_s: float = 0.0
-    ) -> tuple[float, DeadlineQuality]:
-        now = ClockReading(self._monotonic(), self._wall()).by_server_clock(result.answer)
-        return now.deadline(stated, self._options.assumed_grace_s, plus_s=plus_s)
 
 
 class GcpMaintenanceSource(GcpSource):
@@ -65,7 +55,7 @@ class GcpMaintenanceSource(GcpSource):
         )
 
 
-class GcpUpcomingSource(_TimedSource):
+class GcpUpcomingSource(GcpSource):
     """``gcp.upcoming``: maintenance of the host in a window that begins in hours or days.
 
     ``grace_s`` counts if the window has no valid start time.
@@ -108,7 +98,7 @@ class GcpUpcomingSource(_TimedSource):
         )
 
 
-class GcpStopSource(_TimedSource):
+class GcpStopSource(GcpSource):
     """``gcp.stop``: a stop or deletion of a VM that was created with graceful shutdown.
 
     The key appears with the stop, so 404 is the idle value.  ``grace_s`` counts if the server does not return
