@@ -202,7 +202,9 @@ class Cloud:
         """The daemon knows of a change in time, if it and the service run without faults."""
         service = self._vm.service
         self._schedule.sleep(DETECTED_S[self._kind])
-        if self._vm.service is not service or service is None or self._changes != changes:
+        if service is None or service is not self._vm.service or service._stop.is_set():
+            return
+        if self._changes != changes:
             return
         sources = [notice.source for notice in service._state.notices.live.values()]
         if (SOURCES[self._kind] in sources) != (self._shown is not None):

@@ -100,6 +100,7 @@ WINDOW_BYTES = 1024
 """A file has several windows of a download."""
 SHORT_SHARE = 0.05
 """Share of the calls that read or write fewer bytes than they could."""
+CLOCK_STEPS_S = (-3600.0, -60.0, -2.0, 2.0, 60.0, 3600.0)
 DISK_ERRORS = {
     errno.EIO: {
         *("open", "dup", "stat", "listdir", "scandir", "pread", "preadv"),
@@ -930,7 +931,7 @@ class World:
 
     def _disturb(self, vm: Vm) -> None:
         what = self.random.choice(
-            ["daemon", "trainer", "both", "power", "end", "cloud", "outage", "disk", "nothing"]
+            ["daemon", "trainer", "both", "power", "end", "cloud", "clock", "outage", "disk"]
         )
         if what != "power" and self.random.random() < 0.5:
             self.await_moment()
@@ -941,6 +942,9 @@ class World:
             self.fault_share = before
         if what == "cloud" and vm.cloud is not None:
             vm.cloud.disturb()
+        if what == "clock":
+            self.count("clock step")
+            self.schedule.skews_s[vm.name] = self.random.choice([0.0, *CLOCK_STEPS_S])
         if what == "disk":
             vm.spoil_disk(self.random.uniform(0, 15))
         if what == "end" and vm.service is not None:
@@ -994,7 +998,9 @@ def _patch(world: World) -> None:
     storage.open_stores = lambda *_: world.stores()
     StagingObserver._watch = lambda _: None  # type: ignore[method-assign, assignment]
     boot.boot_id = lambda: world.vm.boot_id
-    boot.booted_wall_ns = lambda: int(world.vm.booted_wall_s * 1e9)
+    boot.booted_wall_ns = lambda: int(
+        (world.vm.booted_wall_s + world.schedule.skew_s(world.vm.name)) * 1e9
+    )
     saver.write_checkpoint = world.sealing
     target.sync_file_system = world.sync_disk
     for module in (wall, aws_imds, gcp_metadata):

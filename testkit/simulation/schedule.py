@@ -89,7 +89,7 @@ class Schedule:
         self.failures: list[BaseException] = []
         """Errors that ended a thread."""
         self.skews_s: dict[str, float] = {}
-        """How much the wall clocks of some processes are ahead."""
+        """How much the wall clocks of some machines are ahead, and of processes with another clock."""
         self._fatal: BaseException | None = None
         """An error of the schedule itself: the main thread raises it, and the others never run again."""
         self.current = self._main = Task("main", "world")
@@ -100,7 +100,12 @@ class Schedule:
 
     @property
     def wall_s(self) -> float:
-        return self.now_s + _WALL_OFFSET_S + self.skews_s.get(self.current.group, 0.0)
+        return self.now_s + _WALL_OFFSET_S + self.skew_s(self.current.group)
+
+    def skew_s(self, group: str) -> float:
+        """How much the wall clock of a process is ahead."""
+        machine = self.skews_s.get(group.partition("-")[0], 0.0)
+        return self.skews_s.get(group, machine)
 
     # ------------------------------------------------------------ switches
 
