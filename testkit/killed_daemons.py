@@ -25,8 +25,7 @@ def killed_at_each_write(vm: Vm, bucket: Bucket, step: int) -> Iterator[Counter[
         is_committed = any(manifest["step"] == step for manifest in bucket.manifests())
         if not is_committed:
             # Later requests stall, too: other connections do no more until the kill.
-            fault = {"kind": "stall", "at": "before_answer", "method": "PUT", "times": 10**6}
-            bucket.order("break", **fault, skip=write)
+            bucket.order("stall", method="PUT", times=10**6, skip=write)
         daemon = vm.start_daemon(ready=False)
         if is_committed:
             daemon.lines.wait(event="health", source="store", health="ok")

@@ -27,11 +27,11 @@ Commands below ``/_control/``, by POST with a query, except for the last one::
 
 and, with :mod:`testkit.emulators.store_server`::
 
-    break?kind=reset&at=mid_body&method=PUT&match=/data/&times=1&skip=0
-                                ``reset`` closes with a TCP reset, ``stall`` lasts until the next
-                                ``clear``; ``at`` is one of POINTS; the first ``skip`` of these requests
+    stall?method=PUT&match=/data/&times=1&skip=0
+                                the next requests take effect and get no response; their connections
+                                are closed at the next ``clear``; the first ``skip`` of these requests
                                 pass
-    hits                        number of requests that broke since the last ``clear``
+    hits                        number of requests that have stalled since the last ``clear``
     flip?match=/data/&times=1
                                 flip one bit of the body before the store reads it
     pace?connection_bytes_per_s=1000000&total_bytes_per_s=4000000&latency_s=0.03
@@ -52,12 +52,6 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 from urllib.parse import parse_qs, unquote
 from xml.sax.saxutils import escape
-
-POINTS = (
-    "before_headers", "in_headers", "body_start", "mid_body", "last_byte", "before_answer",
-    "in_answer",
-)  # fmt: skip
-"""Points at which a connection can break; at the last two the request has taken effect."""
 
 SPOILS = ("empty", "cut", "half", "half a body", "foreign")
 """No body; no body and no length; half of the document with its length; half of the body without a length; an
@@ -162,7 +156,7 @@ def error_response(status: int, code: str, message: str = "") -> StoreResponse:
 @dataclass(frozen=True)
 class _Fault:
     kind: str
-    """``answer``, ``reset``, ``stall``, ``flip`` or ``spoil``."""
+    """``answer``, ``stall``, ``flip`` or ``spoil``."""
     method: str
     match: str
     times: int
@@ -170,7 +164,6 @@ class _Fault:
     """Number of requests that pass before the first one that fails."""
     response: StoreResponse = StoreResponse(503)
     carry_out: bool = False
-    at: str = ""
     how: str = ""
     field: str = ""
 
@@ -195,7 +188,7 @@ class StoreControl:
         self._store_order = order
         self._lock = threading.Lock()
         self.reads_pieces = False
-        """Whether the server can break off, change or slow down a request."""
+        """Whether the server can change, slow down or stall a request."""
         self.over = threading.Event()
         """Set when the present faults end."""
         self._clear()
@@ -236,18 +229,14 @@ class StoreControl:
             self._respond(call)
         return fault.response
 
-    def next_break(self, method: str, target: str) -> tuple[str, str] | None:
-        """Kind and point of the fault for this request."""
+    def next_stall(self, method: str, target: str) -> bool:
+        """Whether to send no response to this request."""
         if target.startswith("/_control/"):
-            return None
+            return False
         with self._lock:
-            fault = self._take(method, target, "reset", "stall")
-        return (fault.kind, fault.at) if fault else None
-
-    def count_hit(self) -> None:
-        """A request has reached the point at which it breaks."""
-        with self._lock:
-            self._hits += 1
+            is_stalled = self._take(method, target, "stall") is not None
+            self._hits += is_stalled
+        return is_stalled
 
     def next_flip(self, method: str, target: str) -> bool:
         """Whether to flip a bit of this request's body."""
@@ -298,19 +287,14 @@ class StoreControl:
                 headers = {"ETag": tag} if (tag := call.parameter("etag")) else {}
                 said = StoreResponse(status, (call.parameter("body") or "").encode(), headers)
                 self._faults.append(replace(self._fault(call, "answer"), response=said))
-            elif name in ("break", "flip", "pace") and not self.reads_pieces:
+            elif name in ("stall", "flip", "pace") and not self.reads_pieces:
                 return StoreResponse(400, b"this server reads whole requests: it cannot do that")
-            elif name == "flip":
-                self._faults.append(self._fault(call, "flip"))
+            elif name in ("stall", "flip"):
+                self._faults.append(self._fault(call, name))
             elif name == "spoil":
                 fault = self._fault(call, "spoil")
                 if fault.how not in (*SPOILS, "without"):
                     return StoreResponse(400, b"no such way to damage a response")
-                self._faults.append(fault)
-            elif name == "break":
-                fault = self._fault(call, call.parameter("kind", "reset") or "")
-                if fault.kind not in ("reset", "stall") or fault.at not in POINTS:
-                    return StoreResponse(400, b"no such fault")
                 self._faults.append(fault)
             elif name == "pace":
                 self.connection_bytes_per_s = float(call.parameter("connection_bytes_per_s") or 0)
@@ -336,7 +320,6 @@ class StoreControl:
             skip=int(call.parameter("skip", "0") or 0),
             response=response,
             carry_out=call.parameter("carry_out") == "1",
-            at=call.parameter("at", "") or "",
             how=call.parameter("how", "") or "",
             field=call.parameter("field", "") or "",
         )

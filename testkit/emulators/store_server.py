@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HTTP server of the strict store emulators: plain or TLS, with one thread for each connection.
 
-It reads requests piece by piece, so that :mod:`testkit.emulators.store_control` can order a reset or a stall
-at any point of a request, and limit the rate.
+It reads requests piece by piece, so that :mod:`testkit.emulators.store_control` can limit the rate.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import argparse
 import socket
 import socketserver
 import ssl
-import struct
 import sys
 import threading
 import time
@@ -78,19 +76,13 @@ class _Handler(socketserver.BaseRequestHandler):
         if not line:
             return False
         method, target, _ = line.split(" ", 2)
-        kind, at = self._control.next_break(method, target) or ("", "")
-        self._break_here(kind, at, "before_headers")
         headers: dict[str, str] = {}
         while text := self._line(is_in_request=True):
             name, _, value = text.partition(":")
             headers[name.strip().lower()] = value.strip()
-            self._break_here(kind, at, "in_headers")
         if headers.get("expect", "").lower() == "100-continue":
             self.request.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self._break_here(kind, at, "body_start")
-        size_bytes = int(headers.get("content-length", 0))
-        reach = {"mid_body": size_bytes // 2, "last_byte": size_bytes - 1}.get(at)
-        body = b"".join(self._body(headers, size_bytes, kind, reach))
+        body = b"".join(self._body(headers))
         if body and self._control.next_flip(method, target):
             middle = len(body) // 2
             body = body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
@@ -99,8 +91,10 @@ class _Handler(socketserver.BaseRequestHandler):
         call = Call(method, path, query, headers, body, scheme)
         response = self._control.handle(call)
         self._control.over.wait(self._control.latency_s)
-        self._break_here(kind, at, "before_answer")
-        return self._send(call, response, kind if at == "in_answer" else "")
+        if self._control.next_stall(method, target):
+            self._control.over.wait()
+            raise _Broken
+        return self._send(call, response)
 
     def _line(self, *, is_in_request: bool = False) -> str:
         """A line of the head; raises _Broken if the connection ends within a request."""
@@ -109,9 +103,7 @@ class _Handler(socketserver.BaseRequestHandler):
             raise _Broken
         return line.decode("latin-1").strip()
 
-    def _body(
-        self, headers: dict[str, str], size_bytes: int, kind: str, reach: int | None
-    ) -> Iterator[bytes]:
+    def _body(self, headers: dict[str, str]) -> Iterator[bytes]:
         if headers.get("transfer-encoding", "").lower() == "chunked":
             while count := int(self._reader.readline(1024).partition(b";")[0], 16):
                 yield self._reader.read(count)
@@ -119,14 +111,9 @@ class _Handler(socketserver.BaseRequestHandler):
             while self._reader.readline(65537).strip():
                 pass
             return
-        left = size_bytes
+        left = int(headers.get("content-length", 0))
         while left:
             count = min(left, _PIECE_BYTES)
-            if reach is not None:
-                so_far = size_bytes - left
-                if so_far >= reach:
-                    self._strike(kind)
-                count = min(count, reach - so_far)
             piece = self._reader.read(count)
             if len(piece) < count:
                 raise _Broken
@@ -139,7 +126,7 @@ class _Handler(socketserver.BaseRequestHandler):
         self._pace.pass_bytes(count, control.connection_bytes_per_s, control.over)
         self.server.pace.pass_bytes(count, control.total_bytes_per_s, control.over)
 
-    def _send(self, call: Call, response: StoreResponse, strike: str) -> bool:
+    def _send(self, call: Call, response: StoreResponse) -> bool:
         headers = {"Date": time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())}
         headers.update(response.headers)
         is_chunked = headers.get("Transfer-Encoding") == "chunked"
@@ -160,12 +147,6 @@ class _Handler(socketserver.BaseRequestHandler):
             pieces = (declaration + mark, b" ", b"\n ", rest)
             body = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces if piece)
             body += b"0\r\n\r\n"
-        if strike:
-            whole = head + body
-            # Within the body if there is one: a caller must detect a truncated response.
-            keep = len(head) + len(body) // 2 if body else len(head) // 2
-            self.request.sendall(whole[:keep])
-            self._strike(strike)
         if len(body) <= _PIECE_BYTES:
             self.request.sendall(
                 head + body
@@ -179,19 +160,6 @@ class _Handler(socketserver.BaseRequestHandler):
             self._passed(min(len(view), _PIECE_BYTES))
             view = view[_PIECE_BYTES:]
         return not ends
-
-    def _break_here(self, kind: str, at: str, point: str) -> None:
-        if kind and at == point:
-            self._strike(kind)
-
-    def _strike(self, kind: str) -> None:
-        self._control.count_hit()
-        if kind == "stall":
-            self._control.over.wait()
-        # The file object holds a reference to the socket; the reset is sent when both are closed.
-        reset = struct.pack("ii", 1, 0)
-        self.request.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
-        raise _Broken
 
 
 class StoreServer(socketserver.ThreadingTCPServer):
@@ -215,10 +183,6 @@ class StoreServer(socketserver.ThreadingTCPServer):
     def server_bind(self) -> None:
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
         super().server_bind()
-
-    def shutdown_request(self, request: Any) -> None:
-        # Without the shutdown of the base class, which would hide a reset.
-        self.close_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), (OSError, ValueError)):  # clients may close at any time

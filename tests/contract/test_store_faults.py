@@ -15,7 +15,6 @@ from swansong_bucket.stores.checksums import crc32c
 from swansong_bucket.stores.remote import WireLimits
 
 from testkit.emulators.fault_proxy import FaultProxy, Way
-from testkit.emulators.store_control import POINTS
 from testkit.store_backends import (
     MIB,
     OURS,
@@ -34,50 +33,11 @@ def careful(cloud: Cloud, **options: object) -> ObjectStore:
     return retrying(cloud.open(limits=LIMITS), budget_s=30.0, **options)
 
 
-class Errand:
-    """One call of each kind, each with a check of its exact effect."""
-
-    def __init__(self, store: ObjectStore, content: bytes = CONTENT) -> None:
-        self.store = store
-        self.content = content
-        store.create("old", Body(content))
-
-    def put(self) -> None:
-        self.store.put("small", self.content[:1000])
-        assert self.store.get("small") == self.content[:1000]
-
-    def create(self) -> None:
-        self.store.create("new", Body(self.content))
-        assert get_range(self.store, "new", 0, len(self.content)) == self.content
-
-    def get_range(self) -> None:
-        assert get_range(self.store, "old", 1, len(self.content) - 1) == self.content[1:]
-
-
 def expect_chunks_of_eight_threads(store: ObjectStore) -> None:
     contents = [os.urandom(5 * MIB + number) for number in range(8)]
     in_threads(8, lambda number: store.create(f"data/{number}", Body(contents[number])))
     for number, content in enumerate(contents):
         assert get_range(store, f"data/{number}", 0, len(content)) == content
-
-
-CALLS = {
-    "put": ("small", ""),
-    "create": ("new", "PUT"),
-    "get_range": ("old", "GET"),
-}
-"""By call: a part of the target of its requests, and the method if that is ambiguous."""
-
-
-@pytest.mark.fault("O01", "O11")
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("point", POINTS)
-def test_a_reset_at_every_point(cloud: Cloud, point: str, call: str) -> None:
-    """After a reset at any point, also after the effect, the retry succeeds."""
-    errand = Errand(careful(cloud))
-    match, method = CALLS[call]
-    cloud.order("break", kind="reset", at=point, match=match, method=method)
-    getattr(errand, call)()
 
 
 @pytest.mark.fault("O04")
@@ -173,9 +133,6 @@ def test_bytes_that_change_after_their_checksum_create_no_object(cloud: Cloud) -
         store.create("chunk", Body(SMALL, crc32c=crc32c(b"as they were read")))
     assert store.head("chunk") is None
     store.create("chunk", Body(SMALL, crc32c=crc32c(SMALL)))
-
-
-# ---------------------------------------------------------------- connections and outages
 
 
 # ---------------------------------------------------------------- credentials in the middle

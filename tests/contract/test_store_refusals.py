@@ -183,6 +183,3 @@ def test_credentials_that_come_later(
         with pytest.raises(Permanent):
             store.check()
     store.check()
-
-
-# ---------------------------------------------------------------- lost replies
