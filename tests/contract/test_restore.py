@@ -10,8 +10,6 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from swansong_bucket.errors import (
     CorruptError,
     NotFound,
@@ -33,7 +31,6 @@ from swansong_tools.upkeep.verify import verify
 
 from testkit.committed import (
     CHUNK_BYTES,
-    chunk_of,
     commit,
     file_store,
     flip_bit,
@@ -91,34 +88,6 @@ def test_the_newest_commit_comes_back_exactly(store: FileStore, to: Path) -> Non
     assert [done for done, _ in reported] == sorted(done for done, _ in reported)
     assert os.listdir(to.parent) == ["here"]
     assert verify(store, KEYS).defects == []
-
-
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    files=st.dictionaries(
-        st.from_regex(r"[a-z0-9.=@ -]{0,6}[a-z](/[a-z]{1,3}){0,2}", fullmatch=True),
-        st.binary(max_size=3 * CHUNK_BYTES),
-        max_size=6,
-    ),
-    connections=st.integers(1, 5),
-    is_packed=st.booleans(),
-)
-def test_any_files_come_back_exactly(
-    tmp_path_factory: pytest.TempPathFactory,
-    files: dict[str, bytes],
-    connections: int,
-    is_packed: bool,
-) -> None:
-    """For files of any name and size, also at the boundaries of chunks, and if all files share one chunk."""
-    if any(other.startswith(f"{name}/") for name in files for other in files):
-        return
-    base = tmp_path_factory.mktemp("any")
-    made = file_store(base / "store")
-    commit(made, files, is_packed=is_packed)
-    restore(made, KEYS, RestoreTarget(base / "to"), options=ReadOptions(connections=connections))
-    assert tree(base / "to") == files
 
 
 def test_one_step_can_be_selected(store: FileStore, tmp_path: Path) -> None:
@@ -225,13 +194,6 @@ def test_bytes_after_a_chunk_are_reported_and_not_read(
     assert tree(to) == NEW
     (defect,) = verify(store, KEYS).defects
     assert "model.pt has an object of 1001 bytes instead of 1000" in defect.problem
-
-
-@pytest.mark.fault("G01")
-def test_shards_without_a_manifest_are_not_a_commit(store: FileStore, to: Path) -> None:
-    """A flush that never committed leaves unreferenced objects; the older commit is restored."""
-    store.put(chunk_of(b"garbage").key, b"garbage")
-    assert restore(store, KEYS, RestoreTarget(to)).ref == NEW_REF
 
 
 def test_nothing_whole_lists_all_reasons(store: FileStore, tmp_path: Path, to: Path) -> None:

@@ -192,17 +192,6 @@ def test_a_create_whose_fsync_failed(files: FileStore, monkeypatch: pytest.Monke
 
 
 @pytest.mark.fault("O07")
-def test_check_reports_a_wrong_directory(tmp_path: Path) -> None:
-    """A file in place of the directory, or above it, is Permanent with a hint."""
-    (tmp_path / "file").write_bytes(b"")
-    for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(Permanent) as caught:
-            FileStore(path.as_uri()).check()
-        assert "store.url" in caught.value.hint
-        assert not isinstance(caught.value, (Exists, NotFound))
-
-
-@pytest.mark.fault("O07")
 def test_a_full_file_system(tmp_path: Path) -> None:
     """ENOSPC is Permanent; earlier objects are intact, and no partial one is visible."""
     if os.geteuid() != 0:

@@ -116,7 +116,7 @@ except Permanent as error:
 """
 
 
-@pytest.mark.fault("O25")
+@pytest.mark.fault("O07", "O25")
 def test_a_file_in_place_of_a_directory(tmp_path: Path) -> None:
     """A path through a file is refused with its name: no call takes the objects for missing."""
     (tmp_path / "file").touch()

@@ -56,27 +56,6 @@ def test_servers_that_list_in_any_order(cloud: Cloud) -> None:
 
 
 @pytest.mark.fault("O15")
-def test_a_page_that_fails_is_requested_again(cloud: Cloud) -> None:
-    """Earlier pages are not: a long listing succeeds on a bad network."""
-    store = cloud.open()
-    for key in KEYS:
-        store.put(key, b"1")
-    cloud.order("page", size=2)
-    for _ in range(2):
-        list(store.list(""))
-    cloud.order("clear")
-    cloud.order("page", size=2)
-    cloud.order("listing", reversed=1, duplicates=1)
-    listing = retrying(store).list("")
-    found = [next(listing).key]
-    cloud.order("answer", status=503, match=query(cloud), times=2)
-    found += [info.key for info in listing]
-    assert sorted(found) == KEYS
-    asked = [target for _, target in cloud.requests() if query(cloud) in target]
-    assert len(asked) == 4 + 2
-
-
-@pytest.mark.fault("O15")
 def test_a_server_whose_pages_loop(cloud: Cloud) -> None:
     """Its continuation tokens repeat: the listing is an error after one round."""
     store = cloud.open()
