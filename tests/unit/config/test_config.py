@@ -151,34 +151,39 @@ def test_sections_are_as_strict_as_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "seconds"),
+    ("key", "value", "read"),
     [
-        *((2, 2.0), (0.5, 0.5), ("500ms", 0.5), ("5s", 5.0), ("2m", 120.0), ("1h30m", 5400.0)),
-        *(("1.5s", 1.5), ("1m500ms", 60.5)),
+        *(
+            ("trainer__settle_s", value, seconds)
+            for value, seconds in (
+                *((2, 2.0), (0.5, 0.5), ("500ms", 0.5), ("5s", 5.0), ("2m", 120.0)),
+                *(("1h30m", 5400.0), ("1.5s", 1.5), ("1m500ms", 60.5)),
+            )
+        ),
+        *(
+            ("flush__chunk_bytes", value, size_bytes)
+            for value, size_bytes in (
+                *((16_000_000, 16_000_000), ("16MiB", 2**24), ("0.1GB", 10**8)),
+                *(("0.25 GiB", 2**28), ("6000000B", 6 * 10**6)),
+            )
+        ),
+        *(
+            ("flush__background_bytes_per_s", value, bytes_per_s)
+            for value, bytes_per_s in (
+                *((0, None), ("0MB", None), ("200MB", 200_000_000), (100_000, 100_000)),
+                ("1.5MiB", 1_572_864),
+            )
+        ),
+        *(
+            ("sources__gcp_preemption_notice_s", value, notice_s)
+            for value, notice_s in (("learn", None), (0, 0.0), (120, 120.0))
+        ),
     ],
 )
-def test_durations(value: object, seconds: float) -> None:
-    """Numbers are seconds; strings carry a unit."""
-    assert parsed(trainer__settle_s=value).trainer.settle_s == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize(
-    ("value", "size_bytes"),
-    [
-        *((16_000_000, 16_000_000), ("16MiB", 2**24), ("0.1GB", 10**8), ("0.25 GiB", 2**28)),
-        ("6000000B", 6 * 10**6),
-    ],
-)
-def test_sizes(value: object, size_bytes: int) -> None:
-    """Numbers are bytes; strings carry a unit."""
-    assert parsed(flush__chunk_bytes=value).flush.chunk_bytes == size_bytes
-
-
-@pytest.mark.parametrize(("value", "notice_s"), [("learn", None), (0, 0.0), (120, 120.0)])
-def test_compute_engine_has_two_preemption_notices(value: object, notice_s: float | None) -> None:
-    """Compute Engine has two lengths; ``learn`` is neither of them."""
-    sources = parsed(sources__gcp_preemption_notice_s=value).sources
-    assert sources.gcp_preemption_notice_s == notice_s
+def test_values(key: str, value: object, read: object) -> None:
+    """Numbers are seconds or bytes, and strings carry a unit; a rate of 0 is no limit."""
+    section, _, name = key.partition("__")
+    assert getattr(getattr(parsed(**{key: value}), section), name) == pytest.approx(read)
 
 
 NO_DURATIONS = (
@@ -278,27 +283,42 @@ def test_signals(name: str, number: int) -> None:
     assert signal_number(got.trainer.signal) == int(number)
 
 
-def test_a_signal_needs_exactly_one_process() -> None:
-    """Without pid_file and unit there is no process to signal; with both the process is ambiguous."""
-    for more in ({}, {"trainer__pid_file": "/run/x.pid", "trainer__unit": "x.service"}):
-        (problem,) = problems_of(with_values(trainer__signal="SIGUSR1", **more))
-        assert "pid_file or trainer.unit" in problem
+HOOKLESS = {"trainer__signal": "SIGUSR1", "trainer__pid_file": "/run/train.pid"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "key"),
+    ("changes", "problem"),
     [
-        ({"deadline__reserve_s": 25}, "deadline.reserve_s"),
-        ({"deadline__reserve_s": 10, "deadline__sigterm_grace_s": 10}, "deadline.reserve_s"),
-        ({"deadline__assumed_grace_s": 6}, "sources.poll_interval_s"),
-        ({"store__url": "file:///mnt/staging/store"}, "store.url"),
-        ({"store__url": "file:///mnt/staging"}, "store.url"),
+        ({"deadline__reserve_s": 25}, "deadline.reserve_s: "),
+        ({"deadline__reserve_s": 10, "deadline__sigterm_grace_s": 10}, "deadline.reserve_s: "),
+        ({"deadline__assumed_grace_s": 6}, "sources.poll_interval_s: "),
+        ({"store__url": "file:///mnt/staging/store"}, "store.url: "),
+        ({"store__url": "file:///mnt/staging"}, "store.url: "),
+        # A mirror that is the store itself would protect nothing.
+        ({"mirror__url": "s3://bucket/prefix/"}, "mirror.url: is the URL of the store"),
+        (
+            {"store__url": "gs://bucket", "mirror__url": "gs://bucket/"},
+            "mirror.url: is the URL of the store",
+        ),
+        # The store would list the mirror's objects as its own.
+        (
+            {"store__url": "file:///mnt/a%62", "mirror__url": "file:///mnt/ab/mirror"},
+            "mirror.url: overlaps store.url (got 'file:///mnt/ab/mirror'); choose",
+        ),
+        # Without pid_file and unit there is no process to signal; with both the process is ambiguous.
+        ({"trainer__signal": "SIGUSR1"}, "trainer.signal: needs exactly one process"),
+        (HOOKLESS | {"trainer__unit": "x.service"}, "trainer.signal: needs exactly one process"),
+        # A trainer without hooks would resume at once, from a checkpoint that is not the last one.
+        (
+            HOOKLESS | {"run__handover": True},
+            "run.handover: needs a trainer with hooks, which waits (got 'true'); remove the key, or ",
+        ),
     ],
 )
-def test_impossible_combinations(changes: dict[str, Any], key: str) -> None:
-    """Values that are each valid are refused if together they leave no time or no room."""
-    for problem in (problems := problems_of(with_values(**changes))):
-        assert problem.startswith(f"{key}: ")
+def test_impossible_combinations(changes: dict[str, Any], problem: str) -> None:
+    """Values that are each valid are refused if they contradict each other, or leave no time or no room."""
+    for found in (problems := problems_of(with_values(**changes))):
+        assert found.startswith(problem)
     assert problems
 
 
@@ -347,30 +367,6 @@ def test_load(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("value", "bytes_per_s"),
-    [(0, None), ("0MB", None), ("200MB", 200_000_000), (100_000, 100_000), ("1.5MiB", 1_572_864)],
-)
-def test_a_background_rate_is_a_size_per_second(
-    value: int | str, bytes_per_s: float | None
-) -> None:
-    """0 means no limit."""
-    assert parsed(flush__background_bytes_per_s=value).flush.background_bytes_per_s == bytes_per_s
-
-
-@pytest.mark.parametrize(
-    ("store", "mirror"),
-    [
-        ("s3://bucket/prefix", "s3://bucket/prefix/"),
-        ("gs://bucket", "gs://bucket/"),
-    ],
-)
-def test_the_mirror_is_another_store(store: str, mirror: str) -> None:
-    """A mirror that is the store itself would protect nothing."""
-    (problem,) = problems_of(with_values(store__url=store, mirror__url=mirror))
-    assert problem.startswith("mirror.url: is the URL of the store")
-
-
 @pytest.mark.parametrize("other", ["", "/below", "/.."])
 @pytest.mark.parametrize("place", ["real", "link"])
 @pytest.mark.parametrize("key", ["store__url", "mirror__url"])
@@ -403,16 +399,6 @@ def test_a_file_in_place_of_a_directory_is_refused(key: str, tmp_path: Path) -> 
     ]
 
 
-def test_a_mirror_in_the_directory_of_the_store_is_refused() -> None:
-    """The store would list the mirror's objects as its own."""
-    (problem,) = problems_of(
-        with_values(store__url="file:///mnt/a%62", mirror__url="file:///mnt/ab/mirror")
-    )
-    assert problem.startswith(
-        "mirror.url: overlaps store.url (got 'file:///mnt/ab/mirror'); choose"
-    )
-
-
 def test_a_file_server_that_does_not_answer_blocks_no_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -425,17 +411,6 @@ def test_a_file_server_that_does_not_answer_blocks_no_command(
         assert problem.startswith("store.url: overlaps staging.path")
     finally:
         is_over.set()
-
-
-def test_a_handover_needs_the_hooks() -> None:
-    """A trainer without them would resume at once, from a checkpoint that is not the last one."""
-    signalled = {"trainer__signal": "SIGUSR1", "trainer__pid_file": "/run/train.pid"}
-    assert parsed(run__handover=True).run.handover
-    (problem,) = problems_of(with_values(run__handover=True, **signalled))
-    assert problem == (
-        "run.handover: needs a trainer with hooks, which waits (got 'true'); "
-        "remove the key, or trainer.signal"
-    )
 
 
 def test_a_mirror_has_the_options_of_a_store() -> None:
