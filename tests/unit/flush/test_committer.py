@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import queue
@@ -883,14 +882,6 @@ def test_drain_waits_for_earlier_requests_until_its_timeout(rig: CommitterRig) -
     with rig.outage(), rig.committer() as committer:
         committer.farewell(1, LOST, OPENED)
         assert not committer.drain(0.05)
-
-
-def test_requests_are_carried_out_in_order(rig: CommitterRig, working: Committer) -> None:
-    """Twenty commits that were requested together are answered one after another."""
-    for step in range(1, 21):
-        working.commit(a_request(step))
-    answers = list(itertools.islice(iter(rig.next, None), 20))
-    assert answers == [CommitDone(f"f{step}", CommitRef(1, step)) for step in range(1, 21)]
 
 
 @pytest.mark.fault("S25")

@@ -27,7 +27,7 @@ from swansongd.flush import engine as engines
 from swansongd.flush import queue, reading
 from swansongd.staging.scan import SetDirectory
 
-from testkit.flush_rig import CHUNK, SET, FlushRig, is_named, keys_of, noise, staged_set
+from testkit.flush_rig import CHUNK, SET, FlushRig, is_named, noise, staged_set
 from testkit.memory_store import WINDOW_BYTES
 from testkit.waiting import until
 
@@ -78,15 +78,6 @@ def test_the_shards_give_the_files_back(
     if is_committed:
         long_flush.known.committed(done.shards, CommitRef(1, step))
     long_flush.expect_named_bytes()
-
-
-def test_each_chunk_is_one_request_under_the_generation_of_the_set(flush: FlushRig) -> None:
-    sizes = (0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 7 * CHUNK + 13)
-    files = {f"d/{size}": noise(size, size) for size in sizes}
-    done = flush.flushed(staged_set(flush.run_directory, files), generation=3)
-    assert all(key.startswith("r/data/00000003/") for key in keys_of(done))
-    assert len(flush.store.requests) == len(set(keys_of(done))) == 1 + 1 + 1 + 2 + 8
-    assert done.bytes_sent == flush.store.bytes_sent == sum(sizes)
 
 
 # ---------------------------------------------------------------------- void sets and failures

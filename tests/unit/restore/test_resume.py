@@ -97,11 +97,6 @@ def vm(tmp_path: Path) -> Vm:
     return Vm(tmp_path)
 
 
-def test_a_fresh_run_has_no_checkpoint_to_resume_from(vm: Vm) -> None:
-    """The answer has neither a path nor an error."""
-    assert vm.answer() == Restored("q")
-
-
 def test_a_commit_is_downloaded_byte_for_byte(vm: Vm) -> None:
     vm.commit(100, created=wall.text(time.time() - 3600))
     answer = vm.answer()

@@ -80,15 +80,6 @@ def store(tmp_path: Path) -> FileStore:
     return file_store(tmp_path / "store")
 
 
-def test_the_newest_generation(store: FileStore) -> None:
-    """The highest claim counts, with any writer and any content; without claims the result is 0."""
-    assert catalog.newest_generation(store, KEYS) == 0
-    for generation in (9, 10):
-        store.put(KEYS.generation(generation), b"{}")
-    store.put(RunKeys("other").generation(11), b"{}")
-    assert catalog.newest_generation(store, KEYS) == 10
-
-
 FOREIGN = [
     "x", "99.json", "100000000.json", "00000001.json/", "00000001.json.bak", "\n", "Ü",
     "00000001/000000000001/00001-of-00001.json",

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -162,13 +163,18 @@ def test_names_that_could_not_be_restored_void_the_set(run: Path, name: str, rea
 
 @pytest.mark.fault("S7")
 def test_sets_are_bounded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Number, depth and size of a trainer's entries have limits."""
+    """Number, depth and size of a trainer's entries have limits, also of empty directories."""
     deep = run / "deep" / "/".join("d" * 16)
     write_files(deep.parent, {"f": b""})
     assert len(listing(run, "deep")) == 1
     write_files(deep, {"f": b""})
     with pytest.raises(StagingError, match=r"17 levels; the limit is 16.*nest fewer"):
         listing(run, "deep")
+    for number in range(60):
+        (run / "wide" / f"d{number}").mkdir(parents=True)
+    monkeypatch.setattr(scan, "DIRECTORIES_MAX", 50)
+    with pytest.raises(StagingError, match="more than 50 directories"):
+        listing(run, "wide")
     monkeypatch.setattr(scan, "FILES_MAX", 2)
     with pytest.raises(StagingError, match="more than 2"):
         listing(run)
@@ -186,18 +192,6 @@ def test_sets_are_bounded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (run / "giant" / "f").rename(run / "step=7.ckpt")
     with pytest.raises(StagingError, match="sparse"):
         listing(run, "step=7.ckpt")
-
-
-def test_open_gives_the_bytes(run: Path) -> None:
-    """A file opens by path, or by a descriptor of the run directory, ready for blocking reads."""
-    run_fd = os.open(run, os.O_RDONLY)
-    for where in (run, run_fd):
-        fd = scan.open_file(where, "set", find(run, "dir/b"))
-        assert os.read(fd, 10) == b"22"
-        assert os.get_blocking(fd)
-        assert scan.unchanged(fd, find(run, "dir/b"))
-        os.close(fd)
-    os.close(run_fd)
 
 
 @pytest.mark.fault("D09", "S5")
@@ -344,17 +338,6 @@ def test_only_the_daemons_own_leftovers_are_removed(run: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_set_of_too_many_directories_is_refused(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Empty directories count as well, because they too bound the walk."""
-    monkeypatch.setattr(scan, "DIRECTORIES_MAX", 50)
-    for number in range(60):
-        (run / "set" / f"d{number}").mkdir()
-    with pytest.raises(StagingError, match="more than 50 directories"):
-        listing(run)
-
-
 def visible(run: Path) -> list[str]:
     """Entries of the staging directory of the run, without the daemon's own."""
     return sorted(name for name in os.listdir(run) if name != scan.OWN_DIRECTORY)
@@ -388,15 +371,21 @@ def plant(directory: Path, tree: dict[str, object]) -> dict[str, bytes]:
 def test_any_tree_is_listed_read_and_removed_whole(
     tree: dict[str, object], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """The listing is the tree, each file returns its bytes, and the removal leaves nothing."""
+    """The listing is the tree, and the removal leaves nothing.
+
+    Each file opens by path and by a descriptor of the run directory, ready for blocking reads of its bytes.
+    """
     run = tmp_path_factory.mktemp("run")
     planted = plant(run / "set", tree)
     files = listing(run)
     assert [file.path for file in files] == sorted(planted)
-    for file in files:
-        fd = scan.open_file(run, "set", file)
+    run_fd = os.open(run, os.O_RDONLY)
+    for file, where in product(files, (run, run_fd)):
+        fd = scan.open_file(where, "set", file)
+        assert os.get_blocking(fd)
         assert os.read(fd, 100) == planted[file.path]
         os.close(fd)
+    os.close(run_fd)
     scan.remove_set(run, "set")
     assert visible(run) == []
 

@@ -108,14 +108,6 @@ def retrying(
     )
 
 
-def test_transient_errors_are_retried_until_success(moody: Moody) -> None:
-    """Several Transient errors in a row do not reach the caller."""
-    moody.moods = [Transient("503"), Transient("reset"), None]
-    retrying(moody).put("key", b"content")
-    assert moody.attempts == 3
-    assert moody.get("key") == b"content"
-
-
 @pytest.mark.parametrize("error", [Permanent("403"), NotFound("404"), Exists("412")])
 def test_other_errors_are_not_retried(moody: Moody, error: StoreError) -> None:
     """Other errors are raised immediately."""
