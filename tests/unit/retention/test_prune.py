@@ -324,19 +324,6 @@ def test_the_commits_from_before_the_key_stay(store: Clocked) -> None:
     assert store.objects.items() >= before.items()
 
 
-def test_a_manifest_that_another_prune_deletes_is_no_damage(store: Clocked) -> None:
-    """The commits are listed again."""
-    key = KEYS.commit(CommitRef(1, 1), 0, 1)
-
-    def before(what: str, wanted: str) -> None:
-        if what == "get" and wanted == key:
-            store.objects.pop(key, None)
-
-    store.before = before
-    run(store)
-    assert store.steps() == {4, 5}
-
-
 def test_commits_that_change_all_the_time_fail_the_prune(store: Clocked) -> None:
     """After three attempts, with an error that a retry may help."""
 
@@ -348,26 +335,6 @@ def test_commits_that_change_all_the_time_fail_the_prune(store: Clocked) -> None
     store.before = before
     with pytest.raises(Transient, match="change"):
         run(store)
-
-
-@pytest.mark.fault("G44")
-def test_a_commit_without_its_objects_does_not_count_as_whole(store: Clocked) -> None:
-    """The newest one that a restore could use stays, although newer manifests exist."""
-    (key,) = (key for key in store.data() if key.endswith("-u4"))
-    del store.objects[key]
-    (newest,) = (key for key in store.data() if key.endswith("-u5"))
-    store.objects[newest] = b"cut"
-    commit(store, {"own": b"one of two nodes"}, step=6, nodes=2)
-    report = run(store)
-    assert store.steps() == {3, 4, 5, 6}
-    assert [(v.nodes, v.is_whole) for v in report.decisions] == [
-        (2, False),
-        (1, False),
-        (1, False),
-        (1, True),
-        (1, True),
-        (1, True),
-    ]
 
 
 @pytest.mark.fault("G43")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of retention, one by one; ``testkit/simulation/retention.py`` tries them all together."""
+"""Examples of the rules of retention; ``testkit/simulation/retention.py`` states all of them."""
 
 from __future__ import annotations
 
@@ -97,19 +97,6 @@ def test_the_newest_healthy_commit_and_pins_stay() -> None:
     assert 0 not in found
 
 
-def test_the_days_of_each_start_stay_for_a_while() -> None:
-    """The last commit of each day of a start, while it is younger, and the newest one that is older."""
-    first = [whole(step, age_s, 1) for step, age_s in ((10, 9 * DAY_S), (20, 8 * DAY_S))]
-    second = [whole(30 + n, (6.1 - n / 2) * DAY_S, 2) for n in range(8)]
-    third = [whole(1000 + n, 2 * DAY_S, 3) for n in range(100)]
-    found = kept([*first, *second, *third], rules(keep_starts_s=7 * DAY_S))
-    assert {step: reasons for step, reasons in found.items() if step < 1000} == {
-        20: ["newest before the last 7 d"],
-        **{step: ["daily of its start"] for step in (31, 33, 35, 37)},
-    }
-    assert found.keys() - range(1000) == {1099}
-
-
 @pytest.mark.fault("G44")
 @example([20.0, 10.0], [1, 0], [(0.5, 9, 1)], NO_RULE)
 @given(
@@ -197,43 +184,3 @@ def test_each_month_counts_whatever_the_clock_shows(now_wall_s: float) -> None:
     old = [whole(step, (20 - step) * 31 * DAY_S) for step in range(20)]
     found = reasons_to_keep(old, {}, rules(keep_monthly=12), now_wall_s)
     assert sum("monthly" in reasons for reasons in found.values()) == 12
-
-
-def test_steps_count_in_the_line_that_ends_with_the_newest_commit() -> None:
-    """The first commit of each interval stays; one that a newer generation repeated does not count."""
-    old = [whole(step, 9 * DAY_S) for step in (0, 90, 110, 190, 210, 290, 305)]
-    again = [whole(step, 8 * DAY_S, generation=2) for step in (250, 330, 460)]
-    found = kept([*old, *again, whole(470, 0.0, generation=3)], rules(keep_every_steps=100))
-    every = {step for step, reasons in found.items() if "every 100 steps" in reasons}
-    assert every == {0, 110, 210, 330, 460}
-
-
-def test_the_next_prune_chooses_the_same_first_commits() -> None:
-    """Also if a pin keeps an abandoned commit: the commit that shows where it was abandoned stays with it."""
-    start = whole(20, 9 * DAY_S, generation=1)
-    abandoned = whole(50, 9 * DAY_S, generation=1, pins=["paper"])
-    line = [whole(step, 8 * DAY_S, generation=2) for step in (40, 60)]
-    left = [start, abandoned, *line, whole(80, 3 * DAY_S, generation=3), whole(90, 0.0, 3)]
-    config = rules(keep_every_steps=50)
-    for _ in range(2):
-        found = kept(left, config)
-        assert {step for step, why in found.items() if "every 50 steps" in why} == {20, 60}
-        left = [commit for commit in left if commit.ref.step in found]
-    assert found[40] == ["training was repeated from here"]
-    without = [commit for commit in left if commit is not abandoned]
-    assert set(kept(without, config)) == {20, 60, 80, 90}
-
-
-def test_the_best_commits_stay() -> None:
-    """By either direction; of equal ones the newest; never a known unhealthy one."""
-    rated = [(1, 0.5), (2, 0.9), (3, 0.9), (4, 0.1), (5, 2.0)]
-    commits = [
-        whole(step, 9 * DAY_S, health={"accuracy": value, "loss_is_finite": float(step != 5)})
-        for step, value in rated
-    ]
-    commits += [whole(6, 9 * DAY_S), whole(7, 8 * DAY_S, health={"loss_is_finite": 1.0})]
-    for count, is_highest, expected in ((1, True, {3}), (2, True, {2, 3}), (1, False, {4})):
-        config = rules(keep_best=count, best_metric="accuracy", best_is_highest=is_highest)
-        found = kept(commits, config)
-        best = {step for step, reasons in found.items() if "best accuracy" in reasons}
-        assert best == expected
