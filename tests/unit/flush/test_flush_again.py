@@ -164,19 +164,6 @@ def test_a_missing_file_does_not_void_an_unsealed_set(flush: FlushRig) -> None:
     assert all(isinstance(event, FlushProgress) for event in flush.events.queue)
 
 
-@pytest.mark.fault("D09")
-def test_a_file_that_changed_before_the_seal_is_sent_again(flush: FlushRig) -> None:
-    """Its new bytes, in another chunk; the other files are not sent again."""
-    old = staged_set(flush.run_directory, {"a": noise(1500), "b": b"same"}, directory=PARTIAL)
-    flush.started(old, is_sealed=False)
-    until(lambda: flush.store.bytes_sent == 1504)
-    flush.wait_until_idle()
-    (flush.run_directory / PARTIAL / "a").write_bytes(noise(1500, 1))
-    os.rename(flush.run_directory / PARTIAL, flush.run_directory / SET)
-    flush.flushed(found_set(flush.run_directory))
-    assert flush.store.bytes_sent == 1500 + 1500 + 4
-
-
 def test_one_of_two_equal_chunks_that_are_created_at_once_is_named(
     flush: FlushRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,6 @@ from swansongd.restore.resume import BUDGET_S
 
 from testkit import committed
 from testkit.memory_store import MemoryStore
-from testkit.odd_store import OddStore
 from testkit.records import KEY
 from testkit.restore_rig import RestoreRig
 from testkit.story import Story, a_set
@@ -134,28 +133,6 @@ def test_a_commit_during_a_restore_is_restored_whole_or_not_at_all(tmp_path: Pat
         if not was_reached:
             break
     assert steps == {100, 200}
-
-
-@pytest.mark.fault("G11")
-def test_the_chunks_of_an_interrupted_download_are_reused(vm: Vm) -> None:
-    """The store fails after five of six chunks: the next download fetches only the sixth."""
-    vm.commit(100)
-    last = committed.chunk_of(FILES["weights.bin"][5 * committed.CHUNK_BYTES :], nonce="a100").key
-
-    def fail_late(key: str, _offset: int, _window: memoryview) -> None:
-        if key == last:
-            (journal,) = vm.restored.glob(".*.partial-*/journal")
-            until(lambda: journal.read_bytes().count(b"\n") == 6, what="the other chunks")
-            raise Permanent("access denied")
-
-    vm.store = OddStore(vm.bucket, fail_late)
-    assert "access denied" in vm.answer().error
-    vm.store = again = OddStore(vm.bucket)
-    answer = vm.answer()
-    assert (answer.step, answer.error) == (100, "")
-    assert committed.tree(Path(answer.path)) == FILES
-    assert [key for key, _, _ in again.given] == [last]
-    assert [str(path) for path in vm.restored.iterdir()] == [answer.path]
 
 
 @pytest.mark.parametrize("step", [100, 101])
