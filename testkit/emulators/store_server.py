@@ -148,9 +148,8 @@ class _Handler(socketserver.BaseRequestHandler):
             body = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces if piece)
             body += b"0\r\n\r\n"
         if len(body) <= _PIECE_BYTES:
-            self.request.sendall(
-                head + body
-            )  # in one piece, else there is a delayed acknowledgement
+            # In one piece, else there is a delayed acknowledgement.
+            self.request.sendall(head + body)
             self._passed(len(body))
             return not ends
         self.request.sendall(head)

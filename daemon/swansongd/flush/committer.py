@@ -246,9 +246,8 @@ class Committer:
         self._retried(claim, lambda: self._wanted != request.start_id, request.start_id)
 
     def _post_claimed(self, claim: Claim) -> None:
-        newest, owner, is_sound = (
-            self._newest()
-        )  # after the claim: with all commits of earlier starts
+        # After the claim: with all commits of earlier starts.
+        newest, owner, is_sound = self._newest()
         self._post(
             GenerationClaimed(
                 claim.content.start,

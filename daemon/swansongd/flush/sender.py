@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -50,9 +49,9 @@ class ChunkSender:
         lock: threading.Lock,
         times: ChunkTimes,
         is_small: Callable[[StagedFile], bool],
-        created: Callable[[Chunk, memoryview], None] = lambda _chunk, _data: None,
-        nonce: Callable[[], str] = chunk_nonce,
-        monotonic: Callable[[], float] = time.monotonic,
+        created: Callable[[Chunk, memoryview], None],
+        nonce: Callable[[], str],
+        monotonic: Callable[[], float],
     ) -> None:
         self._is_small = is_small
         self._store = store
@@ -143,18 +142,16 @@ class ChunkSender:
 
         body = Body(data, moved, sums.crc32c)
         begun_mono_s = self._monotonic()
-        for is_last in (False, True):
-            key = self._keys.chunk(flush.queue.generation, sums.digest(), self._nonce())
-            try:
-                self._store.create(key, body)
-            except Exists:  # the key holds other bytes, and is spent
-                if is_last:
-                    raise
-            else:
-                with self._lock:
-                    self._times.add(self._monotonic() - begun_mono_s, body.size_bytes)
-                return Chunk(key, body.size_bytes)
-        raise AssertionError("unreachable")
+        generation, digest = flush.queue.generation, sums.digest()
+        key = self._keys.chunk(generation, digest, self._nonce())
+        try:
+            self._store.create(key, body)
+        except Exists:  # the key holds other bytes, and is spent
+            key = self._keys.chunk(generation, digest, self._nonce())
+            self._store.create(key, body)
+        with self._lock:
+            self._times.add(self._monotonic() - begun_mono_s, body.size_bytes)
+        return Chunk(key, body.size_bytes)
 
     def _note(self, flush: ActiveFlush, extents: dict[Piece, Extent]) -> None:
         with self._lock:

@@ -85,9 +85,8 @@ class StoreHealth:
                 self._has_succeeded()
                 return
             self._errors[error.kind] += 1
-            if not isinstance(
-                error, Transient
-            ):  # the store answered; the operation reports the refusal
+            if not isinstance(error, Transient):
+                # The store answered; the operation reports the refusal.
                 self._succeeded_mono_s = self._monotonic()
                 self._failing_since_mono_s = None
                 return

@@ -381,9 +381,8 @@ def _opened_set(run_directory: int | Path, directory: str) -> Iterator[tuple[int
             raise StagingError(f"is {_kind(mode)}")
         with openat.held(openat.open_directory(directory, dir_fd=run_fd)) as set_fd:
             if os.fstat(set_fd).st_dev != os.fstat(run_fd).st_dev:
-                raise StagingError(
-                    "is on another file system"
-                )  # reads from a FUSE mount may block forever
+                # Reads from a FUSE mount may block forever.
+                raise StagingError("is on another file system")
             yield set_fd, False
 
 

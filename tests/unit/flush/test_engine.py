@@ -231,6 +231,21 @@ def test_a_cancelled_flush_ends_within_one_window(tmp_path: Path, small_bytes_ma
     flush.flushed(staged)
 
 
+def test_a_flush_that_is_cancelled_before_it_begins_sends_nothing(tmp_path: Path) -> None:
+    """The only worker is still busy with another set."""
+    flush = FlushRig(tmp_path, connections=1)
+    held = flush.hold()
+    flush.started(staged_set(flush.run_directory, {"old": noise(CHUNK)}), flush_id="old")
+    flush.wait_for_creates(1)
+    other = staged_set(flush.run_directory, {"new": noise(CHUNK, 1)}, step=6, directory="s-6.abc")
+    flush.started(other, flush_id="new")
+    flush.engine.cancel("new")
+    held.set()
+    flush.wait_until_idle()
+    assert flush.store.count("create") == 1
+    assert all(isinstance(event, FlushProgress) for event in flush.events.queue)
+
+
 def test_a_cancelled_flush_reads_no_further_window(
     flush: FlushRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,7 +60,7 @@ def reads(rig: Rig) -> int:
     return rig.store.count("get")
 
 
-@pytest.mark.parametrize("stored", [b"", b"other", b"wrong, and longer"])
+@pytest.mark.parametrize("stored", [b"", b"other", b"cut", b"wrong, and longer"])
 def test_a_lost_chunk_is_not_named(rig: Rig, stored: bytes) -> None:
     """After the wait of a commit, no manifest may name it: its bytes are sent again."""
     other = rig.created(b"other bytes")

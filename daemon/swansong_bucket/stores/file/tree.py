@@ -208,9 +208,8 @@ class Tree:
         except OSError as error:
             if error.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
                 raise Permanent(f"{what} is not a regular file", hint=f"Remove {what}") from None
-            if (
-                error.errno == errno.ENOENT
-            ):  # not NotFound: readers would conclude that the object is missing
+            if error.errno == errno.ENOENT:
+                # Not NotFound: readers would conclude that the object is missing.
                 raise Permanent(f"{what} was removed at this moment") from None
             raise classified(error, f"read {what}") from error
         return _id_of(data, what)
