@@ -102,7 +102,8 @@ class Downloads:
         if download.is_asked:
             self._remove_others(download)
         elif before is not None and download.base is None and not before.is_asked:
-            self._remove([before.name])  # the prefetch of an older commit
+            with openat.held(_opened_restored(self._run)) as parent_fd:
+                _remove([before.name], parent_fd)  # the prefetch of an older commit
         return download
 
     def _end(self, download: Download | None) -> None:
@@ -182,10 +183,6 @@ class Downloads:
         """Delete the downloads for earlier trainers on this VM: a trainer has its answer."""
         with openat.held(_opened_restored(self._run)) as parent_fd:
             names = [name for name in os.listdir(parent_fd) if name != download.name]
-        self._remove(names)
-
-    def _remove(self, names: Sequence[str]) -> None:
-        with openat.held(_opened_restored(self._run)) as parent_fd:
             _remove(names, parent_fd)
 
     def _await_link(self, download: Download) -> None:

@@ -249,10 +249,8 @@ class Resume:
 
     def _why_unclaimed(self) -> str:
         """Why this start has no generation, for the log of the trainer."""
-        refusal, store = (
-            self._context.claim_refusal(),
-            self._state().notices.sources.get(STORE_HEALTH),
-        )
+        refusal = self._context.claim_refusal()
+        store = self._state().notices.sources.get(STORE_HEALTH)
         if refusal or store is None or store.health is Health.OK:
             return refusal or "it was started again"
         return store.reason
@@ -342,7 +340,7 @@ class Resume:
 
     def _healthy_of_all_vms(self, query: RestoreQuery) -> Restored:
         """The newest healthy commit before a step: staging has only this VM's share of a checkpoint."""
-        committed = self._newest_healthy_commit(self._store(), query.before_step)
+        committed = self._newest_healthy_commit(query.before_step)
         if committed is None:
             raise self._nothing_before(query.before_step)
         return self._fetched(_by_name(CommitRef(committed.generation, committed.step)))
@@ -350,7 +348,7 @@ class Resume:
     def _rollback(self, query: RestoreQuery, post: Callable[[Event], None]) -> Restored:
         """The newest healthy checkpoint before a step; posts RolledBack once for all ranks."""
         state = self._scanned()
-        committed = self._newest_healthy_commit(self._store(), query.before_step)
+        committed = self._newest_healthy_commit(query.before_step)
         own = resume.newest_local(state, committed, before_step=query.before_step)
         wish = None
         if own is not None:
@@ -369,14 +367,14 @@ class Resume:
             f"run {self._keys.run} has no healthy checkpoint before step {step}"
         )
 
-    def _newest_healthy_commit(self, store: ObjectStore, before_step: int) -> CommitRef | None:
+    def _newest_healthy_commit(self, before_step: int) -> CommitRef | None:
         """The newest whole commit before the step that is known to be healthy.
 
         Raises:
             UnreadableError: there is none, and the store refused a manifest that might be one.
         """
         unread: UnreadableError | None = None
-        near = self._state().generation or 0
+        store, near = self._store(), self._state().generation or 0
         for found in catalog.newest_commits(store, self._keys, near=near):
             if found.ref.step >= before_step:
                 continue

@@ -47,6 +47,7 @@ def test_the_newest_commits_are_those_of_the_whole_listing(near: int) -> None:
     for since in range(62):
         newer = [each for each in found if each.ref.generation >= since]
         assert catalog.list_commits(store, KEYS, since=since) == newer
+        assert catalog.claimed(store, KEYS, since=since) == list(range(max(1, since), 41))
 
 
 def test_generations_without_a_commit_cost_few_requests() -> None:
