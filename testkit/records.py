@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of the bucket with other fields than a writer gives them, and a key that signs them."""
+"""Records of the bucket with other fields than a writer gives them, a key, and rules of retention."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 
+from swansong_bucket.config.sections import RetentionConfig
 from swansong_bucket.format import farewell as farewells
 from swansong_bucket.format.farewell import Farewell
 from swansong_bucket.loss_records import EvacuationRecord
@@ -15,6 +16,16 @@ from swansong_bucket.runs.signing import SigningKey
 from swansongd.core.events import Conclude
 
 KEY = SigningKey(b"k" * 32)
+NO_RULE = RetentionConfig(
+    keep_last=0,
+    keep_starts_s=0.0,
+    keep_hourly=0,
+    keep_daily=0,
+    keep_weekly=0,
+    keep_monthly=0,
+    keep_best=0,
+)
+"""Prune keeps only what no configuration gives up."""
 
 
 def record_of(body: Mapping[str, object]) -> bytes:

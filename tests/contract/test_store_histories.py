@@ -10,10 +10,10 @@ import os
 import queue
 import random
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from swansong_bucket.config.sections import RetentionConfig
 from swansong_bucket.errors import NothingToRestore, Permanent, SwansongError
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.format.manifest import Manifest
@@ -35,7 +35,7 @@ from swansongd.flush.layout import ChunkLayout
 from swansongd.staging import scan
 
 from testkit.committed import tree
-from testkit.records import KEY
+from testkit.records import KEY, NO_RULE
 from testkit.staged import ME
 from testkit.store_backends import OURS, SERVERS
 
@@ -49,15 +49,7 @@ NAMES = [
     *(name for name in SERVERS if os.environ.get("SWANSONG_STORES") and name not in OURS),
 ]
 """The contract shows each call on each server, so ``make test`` has two of them."""
-RULES = RetentionConfig(
-    keep_last=4,
-    keep_within_s=0.0,
-    keep_starts_s=0.0,
-    keep_hourly=0,
-    keep_daily=0,
-    keep_weekly=0,
-    keep_best=2,
-)
+RULES = replace(NO_RULE, keep_last=4, keep_within_s=0.0, keep_best=2)
 
 Files = dict[str, bytes]
 

@@ -5,28 +5,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from swansong_bucket.config.sections import RetentionConfig
 from swansong_bucket.errors import Permanent, Stopped
 from swansong_bucket.format.keys import RunKeys
 from swansongd.flush.pruner import Pruner
 
 from testkit.committed import commit
 from testkit.memory_store import MemoryStore
+from testkit.records import NO_RULE
 from testkit.waiting import until
 
 KEYS = RunKeys("r")
-RULES = RetentionConfig(
-    keep_last=1,
-    keep_starts_s=0.0,
-    keep_hourly=0,
-    keep_daily=0,
-    keep_weekly=0,
-    keep_best=0,
-    in_daemon=True,
-)
+RULES = replace(NO_RULE, keep_last=1, in_daemon=True)
 DAY_S = 86400.0
 
 

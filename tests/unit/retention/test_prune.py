@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swansong_bucket.config.sections import RetentionConfig
 from swansong_bucket.errors import CorruptError, Locked, Permanent, Transient
 from swansong_bucket.format import claim as claims
 from swansong_bucket.format import manifest
@@ -26,20 +25,12 @@ from swansong_bucket.stores.base import ObjectStore
 
 from testkit.committed import chunk_of, commit
 from testkit.memory_store import MemoryStore
-from testkit.records import KEY
+from testkit.records import KEY, NO_RULE
 
 KEYS = RunKeys("r")
 DAY_S = 86400.0
 NOW_S = 1_800_000_000.0
-RULES = RetentionConfig(
-    keep_last=1,
-    keep_starts_s=0.0,
-    keep_hourly=0,
-    keep_daily=0,
-    keep_weekly=0,
-    keep_monthly=0,
-    keep_best=0,
-)
+RULES = replace(NO_RULE, keep_last=1)
 
 
 class Clocked(MemoryStore):

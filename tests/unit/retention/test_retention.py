@@ -14,17 +14,10 @@ from swansong_bucket.config.sections import RetentionConfig
 from swansong_bucket.model import CommitRef
 from swansong_bucket.retention.retention import CommitFacts, reasons_to_keep
 
+from testkit.records import NO_RULE
+
 HOUR_S, DAY_S = 3600.0, 86400.0
 NOON_WALL_S = 1_800_014_400.0  # a Friday, 12:00 UTC
-NO_RULE = RetentionConfig(
-    keep_last=0,
-    keep_starts_s=0.0,
-    keep_hourly=0,
-    keep_daily=0,
-    keep_weekly=0,
-    keep_monthly=0,
-    keep_best=0,
-)
 
 
 def rules(**changes: Any) -> RetentionConfig:
