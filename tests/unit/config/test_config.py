@@ -180,7 +180,7 @@ def test_sections_are_as_strict_as_keys() -> None:
         ),
     ],
 )
-def test_values(key: str, value: object, read: object) -> None:
+def test_numbers_and_units(key: str, value: object, read: object) -> None:
     """Numbers are seconds or bytes, and strings carry a unit; a rate of 0 is no limit."""
     section, _, name = key.partition("__")
     assert getattr(getattr(parsed(**{key: value}), section), name) == pytest.approx(read)
