@@ -212,6 +212,18 @@ def test_a_disk_error_is_an_answer(vm: Vm, monkeypatch: pytest.MonkeyPatch) -> N
     assert vm.answer().step == 100
 
 
+@pytest.mark.fault("M09")
+def test_chunks_that_only_the_mirror_had_are_not_known(vm: Vm) -> None:
+    """A commit that named them could not be restored from the store."""
+    damaged = vm.commit(100)
+    mirror, known = MemoryStore(), list[CommitRef]()
+    mirror.objects = {info.key: vm.store.get(info.key) for info in vm.store.list("")}
+    committed.flip_bit(damaged, 3)
+    vm.start_daemon(mirror=mirror, fetched=lambda ref, _shards: known.append(ref))
+    assert committed.tree(Path(vm.ask().answer().path)) == FILES
+    assert not known
+
+
 def test_earlier_downloads_are_removed(vm: Vm) -> None:
     """Only the newest download stays; if the next one fails, the old one does."""
     vm.commit(100)
