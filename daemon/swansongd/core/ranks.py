@@ -25,11 +25,7 @@ def record_joined(transition: Transition, trainer: TrainerView) -> None:
     )
     known = next((t for t in state.ranks.trainers if t.process == trainer.process), None)
     if known is not None:
-        trainer = replace(
-            trainer,
-            start_step=known.start_step,
-            start_id=trainer.start_id or known.start_id,
-        )
+        trainer = replace(trainer, start_step=known.start_step)
     _put(transition, (*others, trainer))
     newest = state.commits.last_complete
     if newest is not None:  # perhaps committed while the rank was not connected

@@ -253,6 +253,15 @@ def test_rank_0_gives_its_start_to_each_rank_once() -> None:
     assert story.sent(StartDrawn)[2:] == [Send(StartDrawn("b"), (4,))]
 
 
+def test_a_rank_whose_connection_ended_before_it_read_its_start_gets_it_again() -> None:
+    """Its next hello shows that it does not know its start, without which it seals nothing."""
+    story = joined(1, rank=0, ranks=2, start_id="a")
+    story.join(2, rank=1, ranks=2, start_id="")
+    story.leave(2, exited=False)
+    story.join(3, rank=1, ranks=2, start_id="")
+    assert story.sent(StartDrawn) == [Send(StartDrawn("a"), (2,)), Send(StartDrawn("a"), (3,))]
+
+
 def test_a_rank_gets_the_start_of_the_newest_rank_0() -> None:
     """The processes of the last start hang, and rank 0 of the next one is not the first that is connected."""
     story = joined(1, rank=0, ranks=2, start_id="a")
@@ -424,6 +433,10 @@ def test_no_greater_step_that_is_written_later_is_another_start(
     assert claims(story) == ["process-vm", "process-vm~1"][: 1 + is_rewound]
     expected = CommitRef(3, step) if is_rewound else CommitRef(2, 500)
     assert story.state.commits.last_complete == expected
+    scan(story, [a_set(step, "third", framework="checkpoint-n", written_ns=2000)])
+    story.store_all()
+    assert claims(story) == ["process-vm", "process-vm~1", "process-vm~2"][: 2 + is_rewound]
+    assert story.state.commits.last_complete == CommitRef(3 + is_rewound, step)
 
 
 @pytest.mark.parametrize("has_process", [True, False])
