@@ -49,7 +49,7 @@ def wait_s(state: State, now_mono_s: float) -> float | None:
         else _process_takes(state, evacuation, now_mono_s)
     ):
         return None
-    age_s = max(0.0, now_mono_s - _captured_mono_s(state, evacuation))
+    age_s = now_mono_s - _captured_mono_s(state, evacuation)
     asked_mono_s = max((r.asked_mono_s for r in state.requests_made), default=-math.inf)
     tried_s = now_mono_s - asked_mono_s
     took_s = _took_s(state)

@@ -50,12 +50,13 @@ def reconcile(transition: Transition) -> None:
 def _follow(transition: Transition, request: CheckpointRequest) -> None:
     saved_mono_s = transition.state.staging.saved_mono_s
     if _is_pressed(transition):
-        _end(transition, request, "the VM may be terminated")
+        withdraw(transition, request, "the VM may be terminated")
+        end_periodic(transition)
     elif transition.now > request.agree_by_mono_s:
         fail(transition, request, "no answer from the trainer")
     elif saved_mono_s is not None and saved_mono_s > request.asked_mono_s:
         if request.target is None:  # the set was saved for another reason: no rank need wait
-            _end(transition, request, "a checkpoint was just taken")
+            withdraw(transition, request, "a checkpoint was just taken")
         end_periodic(transition)
     else:
         reconcile_target(transition, request)
@@ -107,8 +108,3 @@ def _make(transition: Transition) -> None:
     )
     record_periodic(transition, request)
     send(transition, request, tuple(trainer.connection for trainer in connected))
-
-
-def _end(transition: Transition, request: CheckpointRequest, reason: str) -> None:
-    withdraw(transition, request, reason)
-    end_periodic(transition)
