@@ -47,10 +47,3 @@ def test_a_verdict_completes_the_hook_unless_nothing_is_committed(
     story = Story(newest=newest)
     story.notice(source=ASG_SOURCE)
     assert lifecycle.is_complete(story.state, verdict) is is_complete
-
-
-def test_a_withdrawn_notice_leaves_the_hook_alone() -> None:
-    story = Story(newest=CommitRef(1, 5))
-    story.notice(source=ASG_SOURCE)
-    story.withdraw(ASG_SOURCE)
-    assert not lifecycle.is_complete(story.state, Verdict.SAFE)

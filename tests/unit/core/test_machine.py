@@ -30,11 +30,9 @@ from swansongd.core.events import (
     NoticeRaised,
     Prune,
     RunRead,
-    StartFlush,
     StopRequested,
     Tick,
     TrainerProgress,
-    TrainerSealed,
     WokeUp,
 )
 from swansongd.core.flight import RETRY_URGENT_S
@@ -594,29 +592,6 @@ def test_a_vm_that_outlives_its_deadline_watches_again() -> None:
     assert phase_of(story.state) is Phase.CHECKPOINTING
 
 
-def test_a_withdrawn_notice_that_returns_counts_again() -> None:
-    """A source whose notice was outlived can raise it again."""
-    story = Story()
-    story.notice(in_s=30, source="gcp.preempted")
-    story.wait(41)
-    story.withdraw("gcp.preempted")
-    story.join()
-    story.notice(in_s=30, source="gcp.preempted")
-    assert phase_of(story.state) is Phase.CHECKPOINTING
-
-
-@pytest.mark.fault("H03")
-def test_sigterm_after_the_verdict_ends_immediately() -> None:
-    """The usual order on a reclaimed VM: notice, SAFE, host shutdown."""
-    story = joined(step=4)
-    story.notice(in_s=120)
-    story.serve(4)
-    assert story.verdicts == ["SAFE generation 2 step 5"]
-    story.notice(in_s=60, source=transition.HOST_SOURCE, severity=Severity.SHUTTING_DOWN)
-    assert story.all(Exit)
-    assert len(story.verdicts) == 1
-
-
 def test_no_verdict_before_the_first_scan() -> None:
     """A daemon that is restarted during a shutdown scans staging before it ends."""
     recorded = [Start(id="a", generation=2)]
@@ -654,16 +629,6 @@ def test_the_health_of_a_source_is_logged_and_opens_no_evacuation() -> None:
     assert line.level == "warning"
     assert story.state.notices.sources["aws.spot"].health is Health.BLIND
     assert phase_of(story.state) is Phase.IDLE
-
-
-def test_a_report_of_sealing_counts_after_the_scan() -> None:
-    """A report alone neither ends the wait nor starts a flush."""
-    story = joined(step=4)
-    story.notice()
-    story.accept(4)
-    story.tell(TrainerSealed(1, story.request_id, 5, 1.0, 10))
-    assert phase_of(story.state) is Phase.CHECKPOINTING
-    assert not story.all(StartFlush)
 
 
 @pytest.mark.fault("T16")

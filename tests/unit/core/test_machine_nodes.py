@@ -387,6 +387,7 @@ def test_safe_means_the_whole_checkpoint() -> None:
     assert node.last(Committed) == Committed(second.generation, second.step)
     assert len(node.last(Prune).directories) == 1
     assert node.status.part is None
+    node.counted(second, 2)  # a look that was answered late
     node.wait(5)
     assert node.final == ["SAFE generation 3 step 9"]
 
@@ -515,6 +516,8 @@ def test_sealed_sets_are_committed_before_another_start_begins() -> None:
     )
     node.tell(StartBegun(1, "second"))
     assert node.last(ClaimGeneration) == ClaimGeneration("second", nodes=2, began_ticks=1200)
+    node.tell(FinishAsked("second"))
+    assert finished(node) == ["second"] * 3, "also once the start has begun"
 
 
 def test_a_daemon_answers_when_its_own_share_is_committed() -> None:
@@ -631,6 +634,7 @@ def test_another_start_waits_for_a_limited_time(in_s: float | None, limit_s: flo
     assert node.all(CancelFlush)
     assert node.state.flush.flight is None
     assert not node.state.candidates
+    assert node.state.notices.peer_end_mono_s is None, "the VM that ends may have left the job"
 
 
 def test_a_start_begins_immediately_with_nothing_left_to_commit() -> None:
@@ -711,6 +715,8 @@ def test_the_set_of_the_newest_checkpoint_is_set_aside_for_the_next_start() -> N
     pruned = node.last(Prune)
     assert set(pruned.directories) == {node.staging[0].directory, node.staging[2].directory}
     assert pruned.keeps_aside
+    node.starts(44, start_id="second", parent=Parent("first", 44))
+    assert len(node.all(SetAside)) == 1, "once, when the start begins"
     node.staging.clear()
     node.scan()
     node.seal_part(50)

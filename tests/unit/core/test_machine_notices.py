@@ -222,10 +222,11 @@ def test_an_event_that_is_put_off_before_its_evacuation_moves() -> None:
     assert lines(story, "notice") == 1
 
 
-def test_an_event_that_is_put_off_after_it_was_outlived_counts_again() -> None:
-    """It was concluded for its first time only."""
+@pytest.mark.parametrize("in_s", [30, -1])
+def test_an_event_that_is_put_off_after_it_was_outlived_counts_again(in_s: float) -> None:
+    """It was concluded for its first time only, or for the assumed one if that was in the past."""
     story = joined(step=3)
-    story.notice(in_s=30, source="aws.scheduled", severity=Severity.SCHEDULED)
+    story.notice(in_s=in_s, source="aws.scheduled", severity=Severity.SCHEDULED)
     story.wait(30 + notices.OUTLIVED_S + 1)
     assert phase_of(story.state) is Phase.IDLE
     story.notice(in_s=3600, source="aws.scheduled", severity=Severity.SCHEDULED)

@@ -107,16 +107,6 @@ def test_a_trainer_that_dies_after_accepting() -> None:
     assert "ended before" in story.last(Conclude).reason
 
 
-def test_a_trainer_that_dies_right_after_sealing() -> None:
-    """A set with its sealed name counts, even if the trainer never reported it."""
-    story = joined(step=8)
-    story.notice()
-    story.accept(8)
-    story.leave()
-    story.commit(9, "emg", request_id=story.request_id)
-    assert story.verdicts == ["SAFE generation 2 step 9"]
-
-
 @pytest.mark.fault("T01")
 def test_a_trainer_that_seals_after_it_declined_is_awaited() -> None:
     """So do ranks that save without a lost one: the verdict waits for a scan after the end of the process."""

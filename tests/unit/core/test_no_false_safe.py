@@ -192,6 +192,7 @@ def test_a_manifest_that_was_dropped_may_exist(how: str) -> None:
         story.state = machine.rebuilt(story.state)
     story.tell(StartBegun(1, "a~1"))
     story.tell(RolledBack(9))
+    assert not story.state.commits.stored, "the manifest is not tried again"
     story.starts(9, start_id="a~1", parent=Parent("a", 9))
     story.notice(60)
     story.accept(9)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from swansong_bucket.model import CommitRef, GpuHealth, Parent, Severity
+from swansong_bucket.model import CommitRef, GpuHealth, Parent
 from swansongd.core.events import (
     Conclude,
     FenceFound,
@@ -21,7 +21,6 @@ from swansongd.core.events import (
     StartBegun,
     TrainerFailed,
 )
-from swansongd.core.transition import LOGIND_SOURCE
 
 from testkit.story import Story, joined
 
@@ -111,6 +110,12 @@ def one_rank_never_came() -> Story:
     return refused(story, 448, 448, 448, fails=False)
 
 
+def rank_0_never_came() -> Story:
+    story = Story(newest=NEWEST)
+    story.join(rank=1, ranks=2, start_id="")
+    return refused(story, 448)
+
+
 def one_rank_says_goodbye() -> Story:
     story = committed(ranks=2)
     story.progress(449, 2)
@@ -155,12 +160,6 @@ def commit_is_unknown() -> Story:
     story.commit_fails()
     story.starts(448, 2, start_id="b", parent=Parent("a", 448))
     return refused(story, 448, fails=False, first=2)
-
-
-def restarted() -> Story:
-    story = committed().restarted()
-    story.notice(60)
-    return story
 
 
 def final() -> Story:
@@ -284,14 +283,6 @@ def fenced() -> Story:
     return story
 
 
-def crashed_in_a_shutdown() -> Story:
-    story = committed()
-    story.leave()
-    story.wait(60)
-    story.notice(60, LOGIND_SOURCE, severity=Severity.SHUTTING_DOWN)
-    return story
-
-
 def nothing_trained(*, has_commit: bool) -> Story:
     story = Story(newest=NEWEST if has_commit else None)
     story.notice(60)
@@ -331,11 +322,11 @@ CASES: list[Case] = [
         "of step 448, not of step 460",
     ),
     ("crash", lambda: left(448, is_goodbye=False), "PARTIAL", "ended without a goodbye"),
-    ("crash, then shutdown", crashed_in_a_shutdown, "PARTIAL", "ended without a goodbye"),
     ("goodbye, then again", attaches_again, "PARTIAL", "the position of rank 0 is unknown"),
     ("no connection", disconnected, "PARTIAL", "the position of rank 0 is unknown"),
     ("rank hangs", one_rank_hangs, "PARTIAL", "the position of rank 3 is unknown: ranks [3]"),
     ("rank never came", one_rank_never_came, "PARTIAL", "the position of a rank is unknown"),
+    ("no rank 0", rank_0_never_came, "PARTIAL", "the start of the connected ranks is unknown"),
     ("one goodbye", one_rank_says_goodbye, "PARTIAL", "of step 448, not of step 449"),
     ("nothing since the load", lambda: refused(resumed(448, NEWEST_IS_LOADED), 448), "SAFE", ""),
     ("steps since", lambda: refused(resumed(460, NEWEST_IS_LOADED), 460), "PARTIAL", "not of step"),
@@ -347,7 +338,6 @@ CASES: list[Case] = [
     ("restoring a set", lambda: restoring(is_sealed=True), "PARTIAL", "448"),
     ("loaded after the request", loaded_after_the_request, "SAFE", ""),
     ("commit unknown", commit_is_unknown, "PARTIAL", "448"),
-    ("restarted", restarted, "PARTIAL", "has not reconnected since the daemon's restart"),
     ("end of the run", final, "SAFE", "step 460"),
     ("steps after the end", trains_past_its_end, "PARTIAL", "the position of rank 0 is unknown"),
     ("no query", loads_by_itself, "PARTIAL", "has not said what it loaded"),
@@ -358,7 +348,7 @@ CASES: list[Case] = [
     ("process begins again", lambda: process(begins_again=True), "SAFE", "at step 461"),
     ("start after the answer", begins_again_after_its_answer, "SAFE", "at step 461"),
     ("reconnects", lambda: answered_before_a_restart(reconnects=True), "SAFE", "at step 461"),
-    ("gone", lambda: answered_before_a_restart(reconnects=False), "PARTIAL", "not reconnected"),
+    ("gone", lambda: answered_before_a_restart(reconnects=False), "PARTIAL", "has not reconnected"),
     ("rank 0 last", the_lowest_rank_came_last, "SAFE", "at step 448"),
     ("GPU", gpu_failed, "PARTIAL", "GPU"),
     ("fenced", fenced, "PARTIAL", "on other VMs as generation 9"),

@@ -130,14 +130,6 @@ def test_an_evacuation_has_the_link_for_itself() -> None:
     assert resume.may_download(story.state, is_asked=False)
 
 
-def test_an_idle_vm_with_a_notice_serves_a_trainer_that_asks() -> None:
-    """Nothing is to be sent: the notice may be withdrawn, and a follow-up may commit the training."""
-    story = Story(newest=CommitRef(1, 100))
-    story.notice()
-    assert resume.may_download(story.state, is_asked=True)
-    assert not resume.may_download(story.state, is_asked=False)
-
-
 def test_our_own_newer_commit_ends_the_prefetch() -> None:
     """The directory of the older one only takes space."""
     story = Story(newest=CommitRef(1, 100))

@@ -125,28 +125,11 @@ def test_a_late_start_uses_up_the_latency_and_not_the_reserve(
         assert left >= max(cost.data_s + RESERVE_S, cost.commit_s) + cost.step_s - 1e-6
 
 
-@given(costs, st.floats(0, 3600), st.floats(0, 3600))
-def test_with_exact_numbers_at_most_save_send_reserve_and_a_step_are_repeated(
-    cost: FollowUpCost, left_s: float, age_s: float
-) -> None:
-    """The bound of the issue, without any addition.
-
-    All times and the end are exact, the manifest fits into the reserve, and training stands still for the
-    save at the longest.  The last one fits, and gains more training than it blocks.
-    """
-    manifest_s = min(cost.commit_s - cost.data_s, RESERVE_S)
-    stall_s = min(cost.stall_s, cost.data_s)
-    exact = replace(cost, commit_s=cost.data_s + manifest_s, stall_s=stall_s)
-    bound_s = exact.data_s + RESERVE_S + exact.step_s
-    assume(left_s >= bound_s and age_s + left_s - bound_s > stall_s)
-    assert starts(left_s, exact, age_s=age_s)[-1] <= bound_s + 1e-6
-
-
 @given(costs, st.floats(0, 300), st.floats(0, 0.01), st.floats(0, 3600))
 def test_the_training_to_repeat_is_bounded(
     cost: FollowUpCost, left_s: float, early_per_s: float, age_s: float
 ) -> None:
-    """The same bound in all other cases, with what each of them adds.
+    """At most save, send, reserve and a step are repeated, with what each of these cases adds.
 
     - A manifest that takes longer than the reserve counts in its place.
     - The last one does not start if it gains no more training than it blocks: the stall is added.
@@ -166,7 +149,10 @@ def test_the_training_to_repeat_is_bounded(
 def test_with_an_exact_end_the_last_one_starts_as_late_as_is_safe(
     cost: FollowUpCost, left_s: float, age_s: float
 ) -> None:
-    """A step before the last moment, and at most one before it, unless they block more than they gain."""
+    """A step before the last moment, and at most one before it, unless they block more than they gain.
+
+    So at most save, send, reserve and a step are repeated, without any addition.
+    """
     found = starts(left_s, cost, age_s=age_s)
     assert len(found) <= 2
     lead = needed_s(cost)
