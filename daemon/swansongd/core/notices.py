@@ -189,19 +189,15 @@ def record_peer(transition: Transition, request_id: str, reason: str, seconds_le
     state, notices = transition.state, transition.state.notices
     known = notices.live.get(PEER_SOURCE)
     # Repeated and follow-up requests have the id of the first one and a suffix.
-    names = (
-        *state.course.opened,
-        known.identity if known is not None else "",
-        state.evacuation.id if state.evacuation is not None else "",
-    )
-    is_known = any(name and are_of_one(request_id, name) for name in names)
+    is_known = any(are_of_one(request_id, opened) for opened in state.course.opened)
+    is_known |= known is not None and are_of_one(request_id, known.identity)
     if is_known or not state.spans_vms:
         return
     if not _has_room(transition, PEER_REQUEST, at_once=AT_ONCE, every_s=EVERY_S):
         transition.log("warning", "peer_request_ignored", reason="too many in a short time")
         return
     _count(transition, PEER_REQUEST, EVERY_S)
-    deadline_mono_s = transition.now + min(max(0.0, seconds_left), PEER_LONGEST_S)
+    deadline_mono_s = transition.now + min(seconds_left, PEER_LONGEST_S)
     ends = (notices.peer_end_mono_s, deadline_mono_s)
     end_mono_s = min(end for end in ends if end is not None)
     _put(transition, replace(transition.state.notices, peer_end_mono_s=end_mono_s))

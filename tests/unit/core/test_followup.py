@@ -116,7 +116,10 @@ def train(story: Story, until_s: float, *, step: int = 50) -> int:
 
 
 def test_follow_ups_are_committed_until_no_more_fits() -> None:
-    """Each one is reported with the verdict; at the deadline the last commit is a few seconds old."""
+    """Each one is reported with the verdict and its own times, from which forecasts learn their errors.
+
+    At the deadline the last commit is a few seconds old.
+    """
     story = safe()
     deadline_mono_s = story.evacuation.deadline_mono_s
     last_step = train(story, deadline_mono_s)
@@ -130,6 +133,13 @@ def test_follow_ups_are_committed_until_no_more_fits() -> None:
     assert last_step - last.commit.step < 20
     assert marks(story).count("follow_up") == len(asks(story))
     assert len({ask.id for ask in asks(story)}) == len(asks(story))
+    first, *others = story.all(Conclude)
+    assert first.took_s == 1.0
+    assert [end.took_s for end in others] == [1.5] * len(asks(story))
+    assert all(end.expected_s is not None for end in others)
+    learned = story.state.learned.pace.error_square
+    assert learned is not None
+    assert learned.samples >= len(others)
 
 
 @pytest.mark.fault("X01")
@@ -142,19 +152,6 @@ def test_training_on_a_failed_gpu_is_asked_for_no_follow_up() -> None:
     story.read_gpus(GpuHealth.DYING)
     train(story, story.evacuation.deadline_mono_s)
     assert len(asks(story)) == asked
-
-
-def test_each_follow_up_is_compared_with_its_forecast() -> None:
-    """Its conclusion has its own times, and the errors of the forecasts are learned from all of them."""
-    story = safe()
-    train(story, story.evacuation.deadline_mono_s)
-    first, *others = story.all(Conclude)
-    assert first.took_s == 1.0
-    assert [end.took_s for end in others] == [1.5] * len(asks(story))
-    assert all(end.expected_s is not None for end in others)
-    learned = story.state.learned.pace.error_square
-    assert learned is not None
-    assert learned.samples >= len(others)
 
 
 def test_the_phase_stays_safe_while_a_follow_up_is_under_way() -> None:
@@ -174,14 +171,12 @@ def test_the_phase_stays_safe_while_a_follow_up_is_under_way() -> None:
     assert story.verdicts == ["SAFE generation 2 step 42", "SAFE generation 2 step 61"]
 
 
-@pytest.mark.parametrize("end", ["declined", "process", "withdrawn", "job"])
+@pytest.mark.parametrize("end", ["process", "withdrawn", "job"])
 def test_a_follow_up_that_fails_changes_no_verdict(end: str) -> None:
-    """Its rank declines, its rank dies, or the notice is withdrawn: SAFE stands, with its commit."""
+    """Its rank dies, its notice is withdrawn, or a shutdown follows: SAFE stands, with its commit."""
     story = asked()
     before, commit = story.verdicts, story.state.commits.last_complete
-    if end == "declined":
-        story.tell(TrainerFailed(1, story.request_id, "declined: no room"))
-    elif end == "process":
+    if end == "process":
         story.leave()
         story.scan()
         failed = next(mark for mark in story.all(Mark) if mark.phase == "follow_up_failed")
@@ -210,6 +205,7 @@ def test_after_a_failure_the_next_one_waits_and_the_last_one_comes() -> None:
         if request is not None and request.is_waiting:
             story.tell(TrainerFailed(1, request.request_id, "declined: no room"))
     assert 3 <= len(asks(story)) <= 15
+    assert {ask.id for ask in asks(story)} == {done.request_id for done in story.all(Withdrawn)}
     assert story.verdicts == ["SAFE generation 2 step 42"]
 
 

@@ -135,9 +135,7 @@ def test_early_shards_replace_a_set_that_cannot_be_completed() -> None:
     assert not story.flight.is_sealed
 
 
-@pytest.mark.parametrize(
-    "spoil", ["another request", "no file", "a precaution", "withdrawn", "failed"]
-)
+@pytest.mark.parametrize("spoil", ["another request", "no file", "a precaution", "failed"])
 def test_only_the_answer_to_an_urgent_request_is_sent_early(spoil: str) -> None:
     """Every other set waits until it is sealed."""
     story = Story(reserve_s=5)
@@ -149,8 +147,6 @@ def test_only_the_answer_to_an_urgent_request_is_sent_early(spoil: str) -> None:
         part = replace(part, id=CheckpointId(7, "n"), request_id="")
     if spoil == "no file":
         part = replace(part, files=())
-    if spoil == "withdrawn":
-        story.withdraw()
     if spoil == "failed":
         story.leave()
         story.now += 1

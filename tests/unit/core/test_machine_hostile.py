@@ -20,6 +20,7 @@ from swansongd.core.events import (
     Exit,
     FlushProgress,
     HistoryRead,
+    Log,
     PeerRequested,
     Prune,
     RestoreAsked,
@@ -263,6 +264,7 @@ def test_forged_requests_of_other_vms_cost_a_few_checkpoints_and_never_a_kill() 
         story.scan()
     asked = {action.id for action in story.all(Request)}
     assert len(asked) <= AT_ONCE
+    assert [line.event for line in story.all(Log)].count("notice") <= AT_ONCE
     assert len(story.all(Conclude)) - before <= 2 * AT_ONCE
     assert not story.all(SignalTrainer)
     assert not story.all(Exit)
