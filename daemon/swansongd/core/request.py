@@ -126,8 +126,7 @@ def fail(transition: Transition, request: CheckpointRequest, reason: str) -> Non
         else:
             transition.mark("request_failed", reason=reason)
         _update(transition, replace(request, failure=reason, failed_mono_s=transition.now))
-    if not request.by_signal:
-        withdraw(transition, request, reason)
+    withdraw(transition, request, reason)
 
 
 def withdraw(transition: Transition, request: CheckpointRequest, reason: str) -> None:

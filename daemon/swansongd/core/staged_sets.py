@@ -165,8 +165,6 @@ def _comes_before(state: State, staged: Staged, ref: CommitRef) -> bool:
     """Whether a set is older than the commit, or the end of the run replaces it."""
     owner = state.owner_of(ref)
     committed = CheckpointId(ref.step, "", ref.is_final, owner)
-    if staged.id.start == owner:
-        return (staged.id.step, staged.id.is_final) < (ref.step, ref.is_final)
     if not _is_placed(state, staged):
         return any(
             (each.id.start, each.id.step) == (owner, ref.step)

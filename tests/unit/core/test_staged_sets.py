@@ -14,6 +14,7 @@ from swansongd.core.events import (
     Log,
     Prune,
     RestoreAsked,
+    StartBegun,
 )
 from swansongd.core.staged_sets import NEWEST
 from swansongd.observe.status import DroppedStatus, FlushStatus, UnsentStatus
@@ -75,13 +76,17 @@ def test_the_set_in_flight_and_a_partly_stored_one_stay() -> None:
 
 
 def test_the_newest_healthy_set_stays() -> None:
-    """After the loss has diverged, the last healthy state stays in staging however many sets follow it."""
+    """After the loss has diverged, the last healthy state stays in staging however many sets follow it.
+
+    Also that of an earlier start: a rollback may diverge again.
+    """
     story = joined()
     story.staging.append(with_health(a_set(10), is_finite=True))
     story.scan()
     store_refuses(story)
+    story.tell(StartBegun(1, "a~1"))
     for step in (20, 30, 40, 50):
-        story.staging.append(with_health(a_set(step), is_finite=False))
+        story.staging.append(with_health(a_set(step, start_id="a~1"), is_finite=False))
         story.scan()
     assert {s.id.step for s in story.state.uncommitted} == {10, 40, 50}
 
