@@ -89,7 +89,7 @@ MUTANTS = (
     Mutant("request", 'if request.start_id not in ("", staged.id.start):', "if False:"),
     Mutant("request", "not is_earlier and is_of_process", "not is_earlier"),
     Mutant("request", "last is None or last.generation != state.generation:", "last is None:"),
-    Mutant("starts", "start.is_of_boot and start.is_open and is_wanted", "start.is_of_boot and is_wanted"),
+    Mutant("starts", "start.generation is None and start.is_open and", "start.generation is None and"),
     Mutant("starts", "is_open=is_of_boot and not is_overtaken", "is_open=is_of_boot"),
     Mutant("starts", "start.ended.items() if rank != trainer.rank}", "start.ended.items()}"),
     Mutant("starts", "< EVACUATION_CLAIMS_MAX", "< 0"),

@@ -495,7 +495,7 @@ def _due(state: State) -> Start | None:
         is_newest = start is known[-1] and start.is_live and not state.starts.is_finishing
         is_needed = start.has_hooks or state.evacuation is not None  # for its farewell
         is_wanted = (is_newest and is_needed) or start.id in with_sets
-        if start.generation is None and start.is_of_boot and start.is_open and is_wanted:
+        if start.generation is None and start.is_open and is_wanted:
             return start
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from swansong.protocol import Committed, Request
-from swansong_bucket.model import CheckpointKind, CommitRef, Severity
+from swansong_bucket.model import CheckpointKind, CommitRef, Parent, Severity
 from swansongd.core.events import CommitManifest, Prune, RestoreAsked
 from swansongd.core.transition import LOGIND_SOURCE
 
@@ -18,7 +18,7 @@ START = "start-1"
 
 def finished(*, committed: bool = True, **facts: float) -> Story:
     """A trainer that has sealed the end of its run at step 9, and still waits for the commit."""
-    story = joined(step=9, start_id=START)
+    story = joined(step=9, start_id=START, takes_periodic=True)
     story.seal(9, "end", is_final=True, start_id=START, **facts)
     if committed:
         story.store_all()
@@ -117,6 +117,7 @@ def test_a_script_that_trains_on_is_asked() -> None:
     story = finished()
     story.leave()
     story.join(2, step=9, start_id="start-2")
+    story.starts(9, 2, start_id="start-2", parent=Parent(START, 9))
     story.progress(12, 2)
     story.notice()
     assert story.sent(Request)[-1].connections == (2,)

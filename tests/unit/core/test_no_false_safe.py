@@ -58,19 +58,6 @@ def test_training_that_was_ahead_is_remembered(how: str) -> None:
     assert set(story.conclude()) == {"PARTIAL generation 2 step 6"}
 
 
-def test_a_finished_run_that_trains_on_is_not_over_for_the_next_daemon() -> None:
-    """The end of the run is committed, and a later start of the training has moved on."""
-    story = committed(10, is_final=True)
-    story.leave()
-    story.now += 5
-    story.join(2, pid=200, start_id="b")
-    story.starts(10, 2, start_id="b", parent=Parent("a", 10))
-    story.progress(15, 2)
-    story = story.restarted()
-    story.notice(60)
-    assert story.conclude() == ["PARTIAL generation 2 step 10 (final)"]
-
-
 @pytest.mark.parametrize("signals_trainer", [True, False])
 def test_a_save_from_before_the_notice_is_no_answer(*, signals_trainer: bool) -> None:
     """A process without hooks was writing it at the notice.  The verdict waits for a set that settles."""

@@ -48,8 +48,7 @@ def test_a_set_of_a_greater_step_of_an_earlier_start_is_older() -> None:
 
 def test_a_set_without_a_generation_is_not_a_candidate() -> None:
     """It has no place among the commits: it is of an earlier boot, or of an unknown process."""
-    story = Story(claimed=False, staged=[a_set(50)], booted_wall_ns=2)
-    story.scan()
+    story = Story(staged=[a_set(50)], booted_wall_ns=2)
     assert resume.newest_local(story.state, None) is None
 
 

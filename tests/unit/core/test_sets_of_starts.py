@@ -111,10 +111,15 @@ def test_a_start_that_is_known_from_its_sets_only_has_the_place_of_its_sets() ->
 
 
 def test_a_set_whose_start_has_yet_to_claim_is_the_newest() -> None:
-    """Sealed during an outage of the store, it gets a generation above that of every commit."""
-    story = Story(newest=CommitRef(1, 50))
+    """Sealed during an outage of the store, it gets a generation above that of every commit.
+
+    Before the run is read, its start may have claimed in an earlier life of the daemon.
+    """
+    story = Story(claimed=False)
     story.grants = False
     sealed = story.seal(7)
+    assert resume.newest_local(story.state, CommitRef(1, 50)) is None
+    story.tell(RunRead(CommitRef(1, 50), "earlier"))
     assert story.state.ref_of(sealed.id) is None
     assert resume.newest_local(story.state, CommitRef(1, 50)) == sealed
 

@@ -133,7 +133,7 @@ def test_no_set_is_dropped_while_a_start_loads_one() -> None:
 
 def test_sets_that_our_hooks_did_not_write_are_not_deleted() -> None:
     """They are the trainer's own checkpoints: all of them stay in staging."""
-    story = joined()
+    story = Story()
     for step in (10, 20, 30, 40):
         story.staging.append(a_set(step, framework="hf"))
         story.scan()
