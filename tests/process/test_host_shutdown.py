@@ -60,7 +60,7 @@ def test_sigint_exits_without_a_checkpoint(bucket: Bucket, new_vm: Any, witness:
     daemon = vm.start_daemon()
     trainer = vm.start_trainer(script=witness)
     trainer.lines.wait(step=5)
-    bucket.order("break", kind="stall", at="before_answer", match="/data/", times=1000)
+    bucket.order("stall", match="/data/", times=1000)
     until(lambda: bucket.order("hits"), what="a request that hangs")
 
     daemon.kill(signal.SIGINT)
