@@ -19,6 +19,8 @@ DEVICE = os.environ.get("SWANSONG_TEST_DEVICE", "cpu")
 
 Attach = Callable[..., swansong.Guard]
 """Type of the fixture ``attach``."""
+Restore = Callable[[Path], None]
+"""Type of the fixture ``restore_from``."""
 
 
 class Counter:

@@ -14,6 +14,19 @@ SELDOM_S = 0.1
 """Longest interval between two calls of a predicate that asks for none."""
 
 
+class Clock:
+    """Replaces the module ``time`` with a monotonic clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
 def is_running(pid: int) -> bool:
     """Whether the process has not ended; a zombie has."""
     try:

@@ -12,7 +12,7 @@ import pytest
 import swansong
 
 from testkit.fake_daemon import FakeDaemon
-from testkit.training_parts import Attach, Counter
+from testkit.training_parts import Attach, Counter, Restore
 from testkit.warm import python_of
 
 
@@ -65,6 +65,17 @@ def attach(tmp_path: Path) -> Iterator[Attach]:
     yield attach
     for guard in guards:
         guard._end("test over")
+
+
+@pytest.fixture
+def restore_from(monkeypatch: pytest.MonkeyPatch) -> Restore:
+    """Makes the next start restore this set, without a daemon."""
+
+    def choose(directory: Path) -> None:
+        monkeypatch.setenv("SWANSONG_RESTORE", str(directory))
+        monkeypatch.setenv("SWANSONG_SOCKET", str(directory / "no-daemon"))
+
+    return choose
 
 
 @pytest.fixture

@@ -9,22 +9,17 @@ has imported the framework.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-import swansong
 from swansong.testing import ResumeReport, check_resume
 
-from testkit import TRAINERS
+from testkit import EXAMPLES, TRAINERS
+from testkit.python_process import ENVIRONMENT, run_python
 
 pytestmark = pytest.mark.timeout(400)
 
-HOOKS = Path(swansong.__file__).parents[1]
-EXAMPLES = HOOKS / "examples"
-ENVIRONMENT = {"PYTHONPATH": str(HOOKS), "HF_HUB_OFFLINE": "1"}
 TORCH_DDP = [
     str(EXAMPLES / "torch_ddp.py"),
     # Four optimizer steps of two batches make an epoch.
@@ -41,7 +36,7 @@ def check(
         steps=steps,
         kill_at=kill_at,
         directory=directory,
-        environment=ENVIRONMENT,
+        environment={**ENVIRONMENT, "HF_HUB_OFFLINE": "1"},
         **options,
     )
 
@@ -109,15 +104,9 @@ def test_an_example_trains_in_one_process(
     tmp_path: Path, warm_frameworks: str, example: str
 ) -> None:
     """As the first line of its docstring says, without a daemon, and with nothing outside of its state."""
-    ended = subprocess.run(
-        [warm_frameworks, str(EXAMPLES / f"{example}.py"), "--epochs", "1", "--windows", "256"],
-        cwd=tmp_path,
-        env={**os.environ, **ENVIRONMENT, "SWANSONG_SOCKET": str(tmp_path / "none")},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    command = (EXAMPLES / f"{example}.py", "--epochs", "1", "--windows", "256")
+    settings = {"HF_HUB_OFFLINE": "1", "SWANSONG_SOCKET": str(tmp_path / "none")}
+    ended = run_python(*command, python=warm_frameworks, cwd=tmp_path, **settings)
     assert ended.returncode == 0, ended.stderr[-2000:]
     lines = [line for line in ended.stderr.splitlines() if "no swansongd at" not in line]
     warnings = [line for line in lines if " state" in line or "step" in line]

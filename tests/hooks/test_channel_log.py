@@ -13,15 +13,7 @@ from swansong import protocol
 from swansong._daemon import channel as channels
 from swansong._daemon.channel import Channel
 
-
-class Clock:
-    """Replaces the module ``time``."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
+from testkit.waiting import Clock
 
 
 @pytest.fixture

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from swansong import layout
 from swansong.layout import RankManifest
+
+from testkit.python_process import output_of
 
 # Saves step 1, then step 2, in a child process that kills itself before its n-th file operation below
 # staging, and between the two halves of each write; for n = 1, 2, ... until it survives.  A rank that
@@ -122,13 +122,7 @@ def test_whenever_it_dies_what_is_sealed_is_whole(
     And what has its final name is whole: the daemon may have stored it by then.  One of the two ranks may
     survive.
     """
-    result = subprocess.run(
-        [sys.executable, "-c", HARNESS, str(tmp_path), durable, str(survivor)],
-        check=True,
-        timeout=100,
-        capture_output=True,
-    )
-    points = json.loads(result.stdout)
+    points = json.loads(output_of("-c", HARNESS, tmp_path, durable, survivor))
     assert points > 20 * (2 - (survivor >= 0))
     sealed_sets = []
     early: list[Path] = []

@@ -19,12 +19,13 @@ from swansong.torch import ResumableLoader, seed_all
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from testkit import EXAMPLES
 from testkit.fake_daemon import FakeDaemon
+from testkit.python_process import ENVIRONMENT
 from testkit.waiting import until
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(400)]
 
-HOOKS = Path(swansong.__file__).parents[1]
 Story = list[tuple[int, float]]
 
 
@@ -111,7 +112,7 @@ def test_two_ranks_that_fabric_launches(tmp_path: Path, warm_frameworks: str) ->
     """The example with DDP: no environment variable describes its ranks fully."""
     report = check_resume(
         [
-            *(warm_frameworks, str(HOOKS / "examples" / "with_fabric.py")),
+            *(warm_frameworks, str(EXAMPLES / "with_fabric.py")),
             *("--windows", "256", "--devices", "2"),
         ],
         steps=6,
@@ -119,7 +120,7 @@ def test_two_ranks_that_fabric_launches(tmp_path: Path, warm_frameworks: str) ->
         ranks=2,
         has_launcher=True,
         directory=tmp_path,
-        environment={"PYTHONPATH": str(HOOKS)},
+        environment=ENVIRONMENT,
     )
     assert report.saved_steps == [3]
     assert report.losses == 6

@@ -97,7 +97,7 @@ def value_in(directory: Path, rank: int = 0) -> int:
 
 @pytest.mark.fault("T08")
 def test_without_a_daemon_nothing_happens(attach: Attach, counter: Counter) -> None:
-    """Every call does nothing, and the run is fresh."""
+    """Every call does nothing, and the run is fresh; a rollback is an error."""
     guard = attach({"counter": counter}, every_steps=2)
     assert guard.restore() == 0
     train(guard, counter, 1, 20)
@@ -108,6 +108,8 @@ def test_without_a_daemon_nothing_happens(attach: Attach, counter: Counter) -> N
     assert not guard.should_stop
     assert not guard.fenced
     assert guard.last_committed is None
+    with pytest.raises(swansong.RestoreError, match="no daemon"):
+        guard.rollback()
     assert not guard.finish()
     assert not guard.finished
     guard.step(21)
@@ -140,22 +142,6 @@ def test_steps_without_a_number_are_counted(
     assert resumed.restore() == 1
     resumed.step()
     assert resumed._agreement.step == 2
-
-
-@pytest.mark.fault("T08")
-def test_a_daemon_that_starts_later_is_found(
-    attach: Attach, counter: Counter, tmp_path: Path
-) -> None:
-    """The hooks retry without log lines, and answer requests after the connect."""
-    guard = attach({"counter": counter})
-    train(guard, counter, 1, 5)
-    with FakeDaemon(tmp_path) as daemon:
-        assert daemon.wait_for(Hello).step == 5
-        daemon.wait_connected()
-        daemon.request()
-        assert daemon.wait_for(Accepted).step == 5
-        train(guard, counter, 6, 6)
-        assert value_in(daemon.sealed()[0]) == 6
 
 
 def test_a_forbidden_socket_is_explained(
@@ -432,7 +418,10 @@ def test_finish_saves_the_end_of_the_run(
     counter: Counter,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A later start has ``finished`` set and a log line, until it trains on; its own end is another one."""
+    """A later start has ``finished`` set and a log line, until it trains on; its own end is another one.
+
+    A start that trains nothing leaves the end as it is.
+    """
     train(guard, counter, 1, 4)
     assert not guard.finished
     assert guard.finish()
@@ -440,6 +429,11 @@ def test_finish_saves_the_end_of_the_run(
     (directory,) = daemon.sealed()
     assert (manifest_of(directory).kind, value_in(directory)) == ("final", 4)
     daemon.restorable = lambda: (directory, 4)
+    idle = attach({"counter": counter})
+    idle.restore()
+    assert idle.finish()
+    assert daemon.sealed() == [directory]
+    caplog.clear()
     again = attach({"counter": counter})
     assert again.restore() == 4
     assert again.finished
@@ -448,32 +442,6 @@ def test_finish_saves_the_end_of_the_run(
     assert not again.finished
     assert again.finish()
     assert [value_in(path) for path in daemon.wait_sealed(2)] == [4, 6]
-
-
-def test_the_end_differs_from_a_checkpoint_of_its_step(
-    daemon: FakeDaemon, attach: Attach, counter: Counter
-) -> None:
-    """The last step often has a periodic checkpoint, which does not mark the end."""
-    guard = attach({"counter": counter}, every_steps=2)
-    guard.restore()
-    train(guard, counter, 1, 4)
-    assert guard.finish()
-    at_end = [path for path in daemon.wait_sealed(3) if value_in(path) == 4]
-    assert sorted(manifest_of(path).kind for path in at_end) == ["final", "periodic"]
-
-
-def test_a_finished_run_is_not_saved_again(
-    daemon: FakeDaemon, attach: Attach, guard: swansong.Guard, counter: Counter
-) -> None:
-    """A start of a finished run that trains nothing leaves its end as it is."""
-    train(guard, counter, 1, 4)
-    guard.finish()
-    (directory,) = daemon.sealed()
-    daemon.restorable = lambda: (directory, 4)
-    again = attach({"counter": counter})
-    again.restore()
-    assert again.finish()
-    assert daemon.sealed() == [directory]
 
 
 def test_a_run_that_stops_for_another_vm_is_not_finished(
@@ -602,27 +570,24 @@ def test_a_failed_save_does_not_reach_the_loop(
     assert [(each.request_id, each.step) for each in failed] == [("", 3), ("", 4)]
 
 
-def test_a_staging_directory_that_cannot_be_used_is_reported(
-    daemon: FakeDaemon, attach: Attach, caplog: pytest.LogCaptureFixture
+def test_a_staging_directory_is_used_once_it_is_usable(
+    daemon: FakeDaemon, attach: Attach, counter: Counter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A trainer that continues without checkpoints reports that to the daemon, too."""
-    daemon.staging = daemon.staging / "absent"
-    guard = attach({})
-    failed = daemon.wait_for(Failed)
-    assert (failed.request_id, failed.step) == ("", -1)
-    assert "cannot write to" in failed.reason
-    assert not guard.save(1)
-    assert "training continues without checkpoints" in caplog.text
+    """Log and daemon get the path and the fix; requests are declined immediately instead of failing late.
 
-
-def test_a_staging_directory_that_becomes_usable_is_used(
-    daemon: FakeDaemon, attach: Attach
-) -> None:
-    """A disk that fails while the trainer connects does not cost all later checkpoints."""
+    A disk that fails while the trainer connects does not cost all later checkpoints.
+    """
     staging, aside = daemon.staging, daemon.staging.with_name("aside")
     staging.rename(aside)
-    guard = attach({})
-    daemon.wait_for(Failed)
+    guard = attach({"counter": counter})
+    failed = daemon.wait_for(Failed)
+    assert (failed.request_id, failed.step) == ("", -1)
+    assert f"cannot write to {staging}" in failed.reason
+    assert "the group that owns it" in caplog.text
+    assert "training continues without checkpoints" in caplog.text
+    assert not guard.save(1)
+    daemon.request()
+    assert "cannot write" in daemon.wait_for(Declined).reason
     aside.rename(staging)
     until(lambda: guard.save(1), what="a save")
 
@@ -682,25 +647,6 @@ def test_the_group_may_read_whatever_the_umask(
             facts = os.stat(os.path.join(directory, name))
             assert stat.S_IMODE(facts.st_mode) == 0o640
             assert facts.st_gid == group
-
-
-def test_a_forbidden_staging_directory_is_explained(
-    daemon: FakeDaemon,
-    attach: Attach,
-    counter: Counter,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """A warning has the path and the fix; requests are declined immediately instead of failing late."""
-    monkeypatch.setattr("os.access", lambda path, _: str(path) != str(daemon.staging))
-    guard = attach({"counter": counter}, every_steps=1)
-    assert guard.restore() == 0
-    train(guard, counter, 1, 3)
-    daemon.request()
-    assert "cannot write" in daemon.wait_for(Declined).reason
-    assert str(daemon.staging) in caplog.text
-    assert "group" in caplog.text
-    assert daemon.sealed() == []
 
 
 def test_a_daemon_that_does_not_read_does_not_stop_the_loop(

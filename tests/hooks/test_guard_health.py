@@ -206,13 +206,10 @@ def test_only_losses_in_a_row_count(
     assert "at step 605" in caplog.text
 
 
-@pytest.mark.parametrize("kind", [float, Tensor])
-def test_tensors_that_are_read_count_like_numbers(
-    attach: Attach, counter: Counter, kind: Callable[[float], Any]
-) -> None:
+def test_tensors_that_are_read_count_like_numbers(attach: Attach, counter: Counter) -> None:
     guard = attach({"counter": counter})
-    assert train(guard, range(1, 41), lambda step: kind(noisy(step))) == []
-    assert train(guard, range(41, 47), lambda _: kind(100.0)) == [45, 46]
+    assert train(guard, range(1, 41), lambda step: Tensor(noisy(step))) == []
+    assert train(guard, range(41, 47), lambda _: Tensor(100.0)) == [45, 46]
 
 
 def test_the_rule_can_be_switched_off(attach: Attach, counter: Counter) -> None:
@@ -396,15 +393,6 @@ def test_without_loaders_no_batches_can_be_skipped(
     with pytest.raises(ValueError, match=r"TrainingState with a ResumableLoader"):
         guard.rollback(skip_batches=True)
     assert not daemon.all_of(RestoreQuery)
-
-
-def test_without_a_daemon_a_rollback_is_an_error(attach: Attach, counter: Counter) -> None:
-    """The error names the cause, and the state is unchanged."""
-    guard = attach({"counter": counter})
-    step_to(guard, counter, 3)
-    with pytest.raises(swansong.RestoreError, match="no daemon"):
-        guard.rollback()
-    assert counter.value == 3
 
 
 # ---------------------------------------------------------------- periodic checkpoints

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from swansong.torch import ResumableLoader
 from torch.utils.data import DataLoader, TensorDataset
 
 from testkit.fake_daemon import FakeDaemon
+from testkit.training_parts import Restore
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # ignite imports a module of torch that is deprecated
@@ -106,14 +106,7 @@ class Run:
         self.rate = scheduler.get_last_lr()
 
 
-Restore = Callable[[Path], None]
 NOWHERE = {"socket": "/nonexistent/swansong.sock"}
-
-
-@pytest.fixture
-def restore_from(monkeypatch: pytest.MonkeyPatch) -> Restore:
-    """Makes the next starts restore this set."""
-    return lambda directory: monkeypatch.setenv("SWANSONG_RESTORE", str(directory))
 
 
 def periodic_sets(daemon: FakeDaemon) -> dict[int, Path]:

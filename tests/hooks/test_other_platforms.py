@@ -6,13 +6,11 @@ The names that these systems lack are removed from a Python on Linux.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import swansong
+
+from testkit.python_process import run_python
 
 REMOVED = """
 import inspect, json, logging, mmap, os, random, secrets, select, signal, socket, sys, time
@@ -82,12 +80,6 @@ def test_a_script_trains_without_a_daemon(
             "from torch.utils.data import DataLoader\nfrom swansong.torch import ResumableLoader\n"
         )
     script = REMOVED.format(imports=imports, lacks=lacks, platform=platform)
-    done = subprocess.run(
-        [warm_python if imports else sys.executable, "-c", script + hooks + objects + TRAINS],
-        env={**os.environ, "PYTHONPATH": str(Path(swansong.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    python = warm_python if imports else sys.executable
+    done = run_python("-c", script + hooks + objects + TRAINS, python=python)
     assert (done.stdout, done.stderr) == ("trained\n", ""), done.stderr

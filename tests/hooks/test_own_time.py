@@ -12,16 +12,7 @@ from swansong._torch.own_time import OwnTime
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
+from testkit.waiting import Clock
 
 
 @pytest.fixture

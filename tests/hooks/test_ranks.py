@@ -18,7 +18,7 @@ from swansong.protocol import Accepted, Declined, Failed, Message, Request, Seal
 
 from testkit.fake_daemon import FakeDaemon
 from testkit.training_parts import Attach, Counter, set_rank
-from testkit.waiting import until
+from testkit.waiting import in_threads, until
 
 RANKS = 4
 
@@ -262,11 +262,7 @@ def test_all_ranks_finish_one_set(
         guard.restore()
     for thread in job.start(seed=1, steps=5):
         thread.join()
-    ends = [threading.Thread(target=guard.finish) for guard in job.guards]
-    for end in ends:
-        end.start()
-    for end in ends:
-        end.join()
+    in_threads(RANKS, lambda rank: job.guards[rank].finish())
     assert all(guard.finished for guard in job.guards)
     sets = {}
     for path in daemon.sealed():

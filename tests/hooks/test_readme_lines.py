@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
-import swansong
 from swansong.testing import check_resume
 
-ROOT = Path(__file__).resolve().parents[2]
+from testkit import REPOSITORY
+from testkit.python_process import ENVIRONMENT
+
 PLAIN = """
 import random
 
@@ -59,12 +59,12 @@ def train_one_step():
 @pytest.mark.parametrize("objects", [PLAIN, TORCH], ids=["plain", "torch"])
 def test_the_lines_of_the_readme_resume(objects: str, ranks: int, warm_python: str) -> None:
     """One or two processes resume plain objects and objects of PyTorch, and reach the end of the run."""
-    readme = (ROOT / "README.md").read_text()
+    readme = (REPOSITORY / "README.md").read_text()
     (lines,) = re.findall(r"```python\n(import swansong\n.*?)```", readme, re.DOTALL)
     report = check_resume(
         [warm_python, "-c", objects + lines],
         kill_at=[3],
         ranks=ranks,
-        environment={"PYTHONPATH": str(Path(swansong.__file__).parents[1])},
+        environment=ENVIRONMENT,
     )
     assert (report.saved_steps, report.last_step) == ([3], 6)

@@ -3,33 +3,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
-import swansong
 from swansong.layout import RankManifest
 from swansong.testing import check_resume
 from swansong.torch import load_weights
 
 from testkit import TRAINERS
 from testkit.fake_daemon import FakeDaemon
+from testkit.python_process import ENVIRONMENT, output_of
 
 SPAWNED = str(TRAINERS / "spawned.py")
-ENVIRONMENT = {"PYTHONPATH": str(Path(swansong.__file__).parents[1])}
-
-
-def trained(python: str, daemon: FakeDaemon, *options: str) -> subprocess.CompletedProcess[str]:
-    """The trainer with these options, after its end."""
-    return subprocess.run(
-        [python, SPAWNED, *options],
-        env={**os.environ, **ENVIRONMENT, "SWANSONG_SOCKET": daemon.path},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
 
 
 @pytest.mark.fault("T12")
@@ -51,7 +36,8 @@ def test_a_spawned_job_resumes_to_the_bit(tmp_path: Path, warm_python: str) -> N
 
 def test_the_process_group_may_end_before_the_guard(daemon: FakeDaemon, warm_python: str) -> None:
     """``destroy_process_group()`` comes before ``finish()``: the last set has both ranks."""
-    assert trained(warm_python, daemon, "--steps", "2", "--end-early", "--fsdp").returncode == 0
+    options = ("--steps", "2", "--end-early", "--fsdp")
+    output_of(SPAWNED, *options, python=warm_python, SWANSONG_SOCKET=daemon.path)
     (sealed,) = daemon.sealed()
     for rank in range(2):
         manifest = RankManifest.decode((sealed / f"rank-{rank:05d}.json").read_bytes())

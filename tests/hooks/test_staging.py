@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import swansong
 from swansong._checkpoint.staging import finish, remove_leftovers, write_checkpoint
 from swansong.layout import RankManifest
 
+from testkit.python_process import output_of
+
 MANIFEST = RankManifest(run="r", step=3, kind="emergency", files=[], request_id="q")
-HOOKS = Path(swansong.__file__).parents[1]
 PARTIAL = "step-000000000003.n.partial"
 
 
@@ -186,14 +184,7 @@ def test_a_link_that_replaces_a_file_is_not_followed(tmp_path: Path, what: str) 
     for secret in secrets:
         secret.write_text("secret")
         secret.chmod(0o600)
-    done = subprocess.run(
-        [sys.executable, "-c", SWAPS, str(tmp_path), what],
-        check=True,
-        timeout=60,
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": str(HOOKS)},
-    )
-    assert int(done.stdout) > 3
+    assert int(output_of("-c", SWAPS, tmp_path, what)) > 3
     for secret in secrets:
         assert secret.read_text() == "secret"
         assert stat.S_IMODE(secret.stat().st_mode) == 0o600

@@ -344,17 +344,6 @@ def test_a_restored_start_names_its_parent(
     assert (again.start_id, parent_of(again)) == (second, expected)
 
 
-def test_a_script_that_never_restores_has_an_unknown_parent(
-    daemon: FakeDaemon, attach: Attach
-) -> None:
-    """It may have loaded any state itself."""
-    guard = attach({"counter": Counter()})
-    daemon.wait_connected()
-    guard.step(5)
-    until(lambda: starts_in(daemon), what="the report of the start")
-    assert starts_in(daemon) == [(4, daemon.wait_for(Hello).start_id, UNKNOWN)]
-
-
 def test_a_fresh_run_without_a_daemon_is_fresh_for_a_later_one(
     tmp_path: Path, attach: Attach
 ) -> None:

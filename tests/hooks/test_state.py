@@ -8,8 +8,6 @@ import json
 import math
 import random
 import struct
-import subprocess
-import sys
 import tempfile
 from collections import namedtuple
 from pathlib import Path
@@ -32,6 +30,7 @@ from swansong.state import (
 )
 from swansong.torch import TrainingState
 
+from testkit.python_process import output_of
 from testkit.training_parts import Counter, save_part
 
 ARRAYS = hnp.arrays(
@@ -237,7 +236,7 @@ def test_numpy_is_not_imported_for_a_state_without_arrays(tmp_path: Path) -> Non
         f"b = Bundle({{'c': C()}}); b.save({str(tmp_path)!r}); b.load({str(tmp_path)!r})\n"
         "sys.exit('numpy' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    output_of("-c", code)
 
 
 def test_generators_come_along_with_functions(tmp_path: Path) -> None:

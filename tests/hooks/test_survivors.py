@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import random
 import signal
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,8 @@ from swansong._ranks.job_store import JobStore, open_vm_store
 from swansong._ranks.survivors import Survivors, agree, is_loss_of_a_peer, named
 
 from testkit.job_store import MemoryJobStore
+from testkit.python_process import output_of, run_python
+from testkit.waiting import in_threads
 
 torch = pytest.importorskip("torch")
 KEY = "start/survivors"
@@ -44,21 +43,13 @@ def agreed(
     connections: list[JobStore], steps: dict[int, int], world_size: int
 ) -> list[Survivors | None]:
     """The results of ranks that agree at the same time, by their steps."""
-    found: dict[int, Survivors | None] = {}
+    alive = list(steps)
 
-    def take_part(rank: int, store: JobStore) -> None:
-        ranks = ranks_of(rank, world_size)
-        found[rank] = agree(store, KEY, ranks, steps[rank])
+    def take_part(number: int) -> Survivors | None:
+        ranks = ranks_of(alive[number], world_size)
+        return agree(connections[number], KEY, ranks, steps[ranks.rank])
 
-    threads = [
-        threading.Thread(target=take_part, args=each, daemon=True)
-        for each in zip(steps, connections, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return [found[rank] for rank in steps]
+    return in_threads(len(alive), take_part)
 
 
 @pytest.mark.parametrize("kind", ["memory", "directory"])
@@ -188,7 +179,7 @@ def test_sigterm_ends_the_process_after_an_answer(
     A function that hangs does not keep the process.
     """
     names = ("chained", "closes", "hangs", "is_last", "before", "after")
-    found = run_python(TERMINATION.format(**dict.fromkeys(names, False) | facts))
+    found = run_python("-c", TERMINATION.format(**dict.fromkeys(names, False) | facts))
     assert (found.returncode, found.stdout.splitlines()) == expected
 
 
@@ -241,7 +232,7 @@ def test_a_model_on_some_ranks_of_the_job_is_refused(
 
     A failure in the forward pass leaves the parameters of ``fully_shard`` gathered, and changes nothing.
     """
-    found = run_python(SUBGROUPS.format(wrap=wrap), warm_python)
+    found = run_python("-c", SUBGROUPS.format(wrap=wrap), python=warm_python)
     assert not found.returncode, found.stderr
     assert "a collective has failed" in found.stderr
     assert ("the counterpart of model" in found.stdout) is not is_whole
@@ -285,13 +276,6 @@ def test_a_loop_that_gathers_parameters_meanwhile_does_not_prevent_the_save(
     warm_python: str, after: int
 ) -> None:
     """The loop of a rank may not have met the lost rank yet, while another thread saves."""
-    found = run_python(STILL_TRAINS.format(after=after), warm_python)
-    assert not found.returncode, found.stderr
-    calls, *missing = found.stdout.split()
+    found = output_of("-c", STILL_TRAINS.format(after=after), python=warm_python)
+    calls, *missing = found.split()
     assert (int(calls), missing) == (4 if after else 2, [])
-
-
-def run_python(script: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [python, "-c", script], capture_output=True, text=True, timeout=60, check=False
-    )

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import ast
 import copy
-import os
+import functools
 import random
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -38,8 +36,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from testkit.fake_daemon import FakeDaemon
+from testkit.python_process import output_of
 from testkit.training_parts import DEVICE, Attach, save_part, set_rank
-from testkit.waiting import until
+from testkit.waiting import in_threads, until
 
 
 class Trainer:
@@ -703,28 +702,8 @@ def test_another_number_of_ranks(tmp_path: Path, warm_python: str) -> None:
     optimizer.step()
     save_part(TrainingState(model, optimizer), tmp_path / "one")
     torch.save(model.state_dict(), tmp_path / "one.pt")
-    hooks = str(Path(swansong.__file__).parents[1])
-    children = [
-        subprocess.Popen(
-            [warm_python, "-c", RANKS, str(tmp_path)],
-            env={
-                **os.environ,
-                "PYTHONPATH": hooks,
-                "RANK": str(rank),
-            },
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for child in children:
-            complaints = child.communicate(timeout=90)[1]
-            assert child.returncode == 0, complaints[-2000:]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
+    run = functools.partial(output_of, "-c", RANKS, tmp_path, python=warm_python)
+    in_threads(2, lambda rank: run(RANK=str(rank)))
     full, moments = torch.load(tmp_path / "two.pt", weights_only=True)
     for parameter in model.parameters():
         parameter.data.zero_()
@@ -827,15 +806,7 @@ print(sorted(after_import | (slow & sys.modules.keys())))
 
 def test_one_process_imports_nothing_slow(tmp_path: Path) -> None:
     """Neither the import nor a save and a restore imports DTensors, DCP or the compiler."""
-    found = subprocess.run(
-        [sys.executable, "-c", ONE_PROCESS, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(Path(swansong.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    assert found.stdout.strip() == "[]"
+    assert output_of("-c", ONE_PROCESS, tmp_path).strip() == "[]"
 
 
 def test_the_log_of_a_restore_has_its_progress_and_the_time_of_each_part(

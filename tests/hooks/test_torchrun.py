@@ -21,7 +21,8 @@ from swansong._ranks.job_store import warn_about_shared_store
 from swansong.protocol import Begin, Hello, Sealed
 
 from testkit.fake_daemon import FakeDaemon
-from testkit.waiting import until
+from testkit.python_process import run_python
+from testkit.waiting import is_running, until
 
 SHUTDOWN_S = 3
 TRAINER = """
@@ -87,18 +88,10 @@ class Torchrun:
 
     def close(self) -> None:
         for pid in (self.popen.pid, *self.pids):
-            if is_alive(pid):
+            if is_running(pid):
                 os.kill(pid, signal.SIGKILL)
         self.popen.wait(60)
         self._reader.join(60)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
 
 
 @pytest.fixture
@@ -134,7 +127,7 @@ def test_sigterm_to_torchrun_ends_the_workers(torchrun: Torchrun) -> None:
     torchrun.wait_ranks()
     torchrun.popen.send_signal(signal.SIGTERM)
     assert torchrun.popen.wait(60) != 0
-    until(lambda: not any(is_alive(pid) for pid in torchrun.pids), what="the workers' end")
+    until(lambda: not any(is_running(pid) for pid in torchrun.pids), what="the workers' end")
 
 
 def test_torchrun_kills_after_its_shutdown_timeout(
@@ -150,8 +143,8 @@ def test_torchrun_kills_after_its_shutdown_timeout(
         job.popen.send_signal(signal.SIGTERM)
         daemon.request("late")
         daemon.wait_for(Sealed)
-        assert all(is_alive(pid) for pid in job.pids)
-        until(lambda: not any(is_alive(pid) for pid in job.pids), timeout_s=60, what="their end")
+        assert all(is_running(pid) for pid in job.pids)
+        until(lambda: not any(is_running(pid) for pid in job.pids), timeout_s=60, what="their end")
         assert time.monotonic() - begun_s >= SHUTDOWN_S
         assert job.popen.wait(60) != 0
     finally:
@@ -231,7 +224,7 @@ class Agent:
     def kill(self) -> None:
         """Kill all processes, as a power cut does."""
         for pid in (self.popen.pid, *(start["pid"] for start in self.starts)):
-            if is_alive(pid):
+            if is_running(pid):
                 os.kill(pid, signal.SIGKILL)
         self.popen.wait(60)
         self._reader.join(60)
@@ -342,19 +335,13 @@ def test_shielded_workers_do_not_outlive_their_trainer(
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
     workers = [int(pid) for pid in done.stdout.split()]
     assert len(workers) == 2
-    until(lambda: not any(is_alive(pid) for pid in workers), timeout_s=60, what="the workers' end")
+    until(
+        lambda: not any(is_running(pid) for pid in workers), timeout_s=60, what="the workers' end"
+    )
     assert len(daemon.all_of(Hello)) == 1
 
 
 def load(python: str, daemon: FakeDaemon, how: str) -> subprocess.CompletedProcess[str]:
     """Run a trainer with two loader workers, which may hold its standard error open after its end."""
-    pytest.importorskip("torch")
-    return subprocess.run(
-        [python, "-c", LOADING, how],
-        env={**os.environ, "SWANSONG_SOCKET": daemon.path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        start_new_session=True,
-    )
+    settings = {"SWANSONG_SOCKET": daemon.path, "OMP_NUM_THREADS": "1"}
+    return run_python("-c", LOADING, how, python=python, **settings)

@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 from pathlib import Path
 
-import swansong
+from testkit.python_process import HOOKS, run_python
 
-HOOKS = Path(swansong.__file__).parents[1]
 PAGES = {
     page.name: page.read_text(encoding="utf-8")
     for page in sorted(Path(HOOKS.parent, "docs", "trainers").glob("*.md"))
@@ -66,21 +63,12 @@ def test_the_blocks_run(tmp_path: Path, warm_frameworks: str) -> None:
         script.write_text(block)
         scripts.append((name, str(script)))
     environment = {
-        **os.environ,
-        "PYTHONPATH": str(HOOKS),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "SWANSONG_SOCKET": str(tmp_path / "no-daemon"),
     }
-    done = subprocess.run(
-        [warm_frameworks, "-c", RUN_ALL, json.dumps(scripts)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    command = ("-c", RUN_ALL, json.dumps(scripts))
+    done = run_python(*command, python=warm_frameworks, cwd=tmp_path, **environment)
     assert done.returncode == 0, f"{done.stdout[-300:]}\n{done.stderr[-2000:]}"
     for name, _ in scripts:
         assert name in done.stdout.splitlines()

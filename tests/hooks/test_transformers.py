@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from swansong.transformers import SwansongCallback
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 from testkit.fake_daemon import FakeDaemon
+from testkit.training_parts import Restore
 from testkit.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -137,18 +138,6 @@ BEST = {
     "greater_is_better": False,
     "load_best_model_at_end": True,
 }
-Restore = Callable[[Path], None]
-
-
-@pytest.fixture
-def restore_from(monkeypatch: pytest.MonkeyPatch) -> Restore:
-    """Makes the next start restore this set, without a daemon."""
-
-    def choose(directory: Path) -> None:
-        monkeypatch.setenv("SWANSONG_RESTORE", str(directory))
-        monkeypatch.setenv("SWANSONG_SOCKET", str(directory / "no-daemon"))
-
-    return choose
 
 
 def periodic_sets(daemon: FakeDaemon, count: int) -> dict[int, Path]:

@@ -15,16 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import swansong
 from swansong._differences import find_differences
 from swansong.testing import ResumeMismatchError, check_resume
 
 from testkit.fake_daemon import FakeDaemon
+from testkit.python_process import ENVIRONMENT
 
-HOOKS = Path(swansong.__file__).parents[1]
 HERE = Path(__file__).parent
 TRAINERS = sorted((HERE / "trainers").glob("*.py"))
-ENVIRONMENT = {"PYTHONPATH": str(HOOKS), "OMP_NUM_THREADS": "1"}
 WITHOUT_OPTIMIZER = """
 import runpy, sys, torch
 torch.optim.Optimizer.load_state_dict = lambda self, state: None
@@ -49,7 +47,7 @@ def test_resumed_at_any_moment(
     """From each checkpoint to the end, and after two preemptions."""
     subprocess.run(
         [warm_python, str(HERE / "drive.py"), str(script), str(tmp_path), str(daemon.staging)],
-        env={**os.environ, **ENVIRONMENT, "SWANSONG_SOCKET": daemon.path},
+        env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1", "SWANSONG_SOCKET": daemon.path},
         stdin=subprocess.DEVNULL,
         timeout=280,
         check=True,

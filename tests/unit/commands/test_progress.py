@@ -15,16 +15,7 @@ from swansong_tools.commands import progress as module
 from swansong_tools.commands.progress import ProgressDisplay
 
 from testkit.committed import commit, configuration, file_store
-
-
-class Clock:
-    """A monotonic clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
+from testkit.waiting import Clock
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from swansong import openat
+
+from testkit.python_process import output_of
 
 OLD, NEW = b"old", b"the new content"
 
@@ -75,18 +75,6 @@ except OSError as error:
 """
 
 
-def output_of(script: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def write(path: Path, data: bytes) -> None:
     directory_fd = openat.open_directory(path.parent)
     try:
@@ -106,7 +94,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.fault("D05")
 def test_a_killed_writer_leaves_the_old_content_or_the_new(tmp_path: Path) -> None:
     """A real process dies before and after each system call; the content changes at the rename, once."""
-    found = json.loads(output_of(_KILLED_EVERYWHERE, str(tmp_path)))
+    found = json.loads(output_of("-c", _KILLED_EVERYWHERE, tmp_path))
     killed = [content for _, _, code, content in found if code == -9]
     assert len(killed) >= 14, (
         "struck at open, fchmod, write, fsync, close, rename, and fsync of the directory"
@@ -124,15 +112,10 @@ def test_the_new_content_is_read(path: Path) -> None:
     assert os.listdir(path.parent) == [path.name]
 
 
-def test_a_missing_file_is_created(tmp_path: Path) -> None:
-    write(tmp_path / "first.json", b"")
-    assert (tmp_path / "first.json").read_bytes() == b""
-
-
 @pytest.mark.fault("D02")
 def test_a_full_disk_keeps_the_old_content(path: Path) -> None:
     """The kernel writes half of the bytes and then fails: an error, and no temporary file."""
-    assert output_of(_FULL, str(path)) == str(errno.EFBIG)
+    assert output_of("-c", _FULL, path) == str(errno.EFBIG)
     assert path.read_bytes() == OLD
     assert os.listdir(path.parent) == [path.name]
 
