@@ -106,14 +106,6 @@ def test_files_that_arrive_early_change_no_result(
     assert are_equal(loaded(directory, ranks, early), loaded(directory, ranks, []))
 
 
-def test_each_tensor_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all files early, the load from the directory reads no tensor."""
-    directory = saved(tmp_path, 1)
-    wanted = loaded(directory, Ranks(), [])
-    monkeypatch.setattr(CheckpointSet, "_read", None)
-    assert are_equal(loaded(directory, Ranks(), files(directory)[::-1]), wanted)
-
-
 class Pair:
     def __init__(self, one: torch.Tensor, other: torch.Tensor) -> None:
         self.tensors = {"one": one, "other": other}

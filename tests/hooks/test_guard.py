@@ -44,7 +44,6 @@ from swansong.protocol import (
     Withdrawn,
 )
 from swansong.state import load_tree
-from swansongd.staging.seal import Scanner
 
 from testkit.fake_daemon import FakeDaemon
 from testkit.training_parts import Attach, Counter, set_rank, start_of
@@ -195,27 +194,6 @@ def test_a_request_is_answered_and_sealed_at_the_target(
     assert guard.request is None
 
 
-def test_the_daemons_scanner_accepts_the_set(
-    daemon: FakeDaemon, guard: swansong.Guard, counter: Counter
-) -> None:
-    """The hooks and the daemon agree on the layout of a set."""
-    daemon.request("r1")
-    daemon.wait_for(Accepted)
-    train(guard, counter, 1, 3)
-    scanner = Scanner(
-        daemon.staging,
-        allowed_uids=frozenset({os.geteuid()}),
-        settle_s=1.0,
-        monotonic=time.monotonic,
-    )
-    (staged,) = scanner.scan().staged
-    sealed = daemon.wait_for(Sealed)
-    assert (staged.directory, staged.request_id) == (sealed.directory, "r1")
-    assert (staged.id.step, staged.kind.value) == (1, "emergency")
-    assert staged.health["loss"] == 1.0
-    assert "rank-00000.json" in {file.path for file in staged.files}
-
-
 def test_no_step_boundary_is_passed_before_the_target_is_known(
     daemon: FakeDaemon, guard: swansong.Guard, counter: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,20 +315,6 @@ def test_the_answer_is_repeated_to_a_restarted_daemon(
     assert daemon.wait_for(Sealed).step == 5
     (directory,) = daemon.sealed()
     assert value_in(directory) == 5
-
-
-def test_a_staged_step_is_not_saved_again(
-    daemon: FakeDaemon, guard: swansong.Guard, counter: Counter
-) -> None:
-    """A request at the step of the newest staged set is answered with that set."""
-    train(guard, counter, 1, 5)
-    assert guard.save(5)
-    daemon.request()
-    until(lambda: guard.poll() is None and len(daemon.all_of(Sealed)) == 2)
-    periodic, answer = daemon.all_of(Sealed)
-    assert answer.request_id == "r1"
-    assert answer.directory == periodic.directory
-    assert len(daemon.sealed()) == 1
 
 
 def test_a_critical_section_delays_the_save(
@@ -761,25 +725,6 @@ def test_restore_waits_while_there_is_progress(
         attach({"counter": counter}).restore()
     stop.set()
     hanging[0].join()
-
-
-@pytest.mark.fault("T09")
-def test_restore_survives_a_restart_of_the_daemon(
-    daemon: FakeDaemon, attach: Attach, counter: Counter
-) -> None:
-    """The query is sent again after the reconnect."""
-    asked = threading.Event()
-    daemon.on_query = lambda _: asked.set()
-    steps: list[int] = []
-    guard = attach({"counter": counter})
-    waiting = threading.Thread(target=lambda: steps.append(guard.restore()), daemon=True)
-    waiting.start()
-    assert asked.wait(60)
-    daemon.stop()
-    daemon.on_query = None
-    daemon.start()
-    waiting.join(60)
-    assert steps == [0]
 
 
 @pytest.mark.parametrize(

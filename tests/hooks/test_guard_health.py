@@ -32,7 +32,7 @@ from swansong.protocol import (
 
 from testkit.fake_daemon import FakeDaemon
 from testkit.training_parts import Attach, Counter, set_rank, start_of
-from testkit.waiting import in_threads, until
+from testkit.waiting import until
 
 
 class Tensor:
@@ -319,33 +319,6 @@ def test_a_request_that_was_answered_before_a_rollback_is_answered_again(
     step_to(guard, counter, 30)
     daemon.request()
     assert daemon.wait_for(Accepted, 2).step == 30
-
-
-def test_a_repeated_step_is_another_set(
-    daemon: FakeDaemon, attach: Attach, counter: Counter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With several ranks, too, whose nonce is computed from the step: the set of the first time stays
-    unused."""
-    set_rank(monkeypatch, 0)
-    guards = [attach({"counter": counter}, every_steps=10)]
-    set_rank(monkeypatch, 1)
-    other = Counter()
-    guards.append(attach({"counter": other}, every_steps=10))
-    until(lambda: all(guard._session.staging for guard in guards), what="the welcome")
-
-    def both(last: int) -> None:
-        for guard, state in zip(guards, (counter, other), strict=True):
-            step_to(guard, state, last)
-            assert guard.wait_saved()
-
-    both(20)
-    daemon.wait_sealed(2)
-    offer(daemon, 10)
-    assert in_threads(2, lambda rank: guards[rank].rollback()) == [10, 10]
-    assert (counter.value, other.value) == (10, 10)
-    both(20)
-    steps = sorted(int(path.name[5:17]) for path in daemon.wait_sealed(4))
-    assert steps == [10, 11, 20, 20]
 
 
 def test_a_rollback_for_another_reason_excludes_the_current_step(

@@ -171,13 +171,6 @@ def test_a_value_out_of_range_is_refused_with_its_field(
     assert len(str(caught.value)) < 250
 
 
-def test_every_field_has_a_declared_range() -> None:
-    """No field of a message or a manifest has a bare type without a declared range."""
-    for kind in (*KINDS, FileEntry, RankManifest):
-        for name, (field_type, _) in fields.field_types(kind).items():
-            assert isinstance(field_type, fields.FieldType), (kind, name)
-
-
 ODD_NUMBER = st.floats() | st.integers(-(2**70), 2**70) | st.sampled_from([10**400, -(10**400)])
 ODD_TEXT = st.text(max_size=50) | st.just("\ud800")
 

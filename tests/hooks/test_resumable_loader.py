@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import swansong
 import torch
 from swansong.state import decode_tree, encode_tree, set_generators, take_generators
 from swansong.torch import ResumableLoader, TrainingState, seed_all
@@ -668,14 +667,3 @@ def test_a_model_that_changes_at_the_end_of_an_epoch_is_reported(
         first.train()
     assert f"{name} was changed after the last batch of the epoch" in caplog.text
     assert "loader.end_epoch()" in caplog.text
-
-
-def test_the_guard_counts_the_steps_for_the_loader() -> None:
-    """The loader needs the number to see a step after its loop."""
-    loader = ResumableLoader(DataLoader(DATA, 5))
-    guard = swansong.attach(TrainingState(torch.nn.Linear(1, 1), loader=loader))
-    guard.step()
-    guard.step()
-    assert loader.completed_steps is not None
-    assert loader.completed_steps() == 2
-    guard.close()

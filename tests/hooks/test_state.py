@@ -132,14 +132,6 @@ def test_an_index_names_no_file_elsewhere(tmp_path: Path) -> None:
         load_tree(tmp_path)
 
 
-def test_a_pickled_array_is_not_loaded(tmp_path: Path) -> None:
-    """Loading never unpickles, even a file that contains a pickle."""
-    np.save(tmp_path / "array-00000.npy", np.array([{}], dtype=object), allow_pickle=True)
-    (tmp_path / INDEX).write_text(json.dumps({"format": 1, "tree": {"array": "array-00000.npy"}}))
-    with pytest.raises(ValueError, match="allow_pickle"):
-        load_tree(tmp_path)
-
-
 def test_all_generators_resume_where_they_were(tmp_path: Path) -> None:
     """random, numpy's global generator and a Generator draw the same numbers after a restore."""
     generator = np.random.default_rng(5)

@@ -95,17 +95,6 @@ class Trainer:
         return losses
 
 
-def written(write: Callable[[Path], object], directory: Path) -> Path:
-    own = directory / "rank-00000"
-    own.mkdir(parents=True)
-    write(own)
-    return directory
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (directory / "rank-00000").iterdir()}
-
-
 @pytest.mark.parametrize("at", [3, 6, 13])
 def test_all_state_is_restored(tmp_path: Path, at: int) -> None:
     """In the middle of an epoch and at its end, the steps after a restore are the same, bit by bit."""
@@ -185,24 +174,6 @@ def test_each_new_tensor_of_the_hooks_names_its_device() -> None:
     }
     assert made
     assert [place for place, names_device in made.items() if not names_device] == []
-
-
-def test_training_and_further_copies_do_not_change_a_copy(tmp_path: Path) -> None:
-    """Its memory is its own until the function that writes it is dropped."""
-    trainer = Trainer(1)
-    trainer.steps(2)
-    first = trainer.state.snapshot()
-    now = contents(written(first, tmp_path / "now"))
-    trainer.steps(2)
-    second = trainer.state.snapshot()
-    trainer.steps(2)
-    third = trainer.state.snapshot()
-    assert contents(written(first, tmp_path / "later")) == now
-    found = [
-        contents(written(each, tmp_path / name)) for each, name in ((second, "2"), (third, "3"))
-    ]
-    assert found[0] != found[1]
-    assert now not in found
 
 
 def test_copies_share_their_memory_one_after_the_other(
