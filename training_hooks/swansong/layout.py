@@ -61,8 +61,7 @@ _PARTIAL_SUFFIX = ".partial"
 _WRITING_SUFFIX = ".writing"
 _BEGUN_SUFFIX = ".begun"
 _SEALED = re.compile(r"step-([0-9]{12})\.([A-Za-z0-9]{1,64})")
-_RANK = "rank-[0-9]{5,}"
-_RANK_DIGITS_MAX = 10
+_RANK = "rank-[0-9]{5,9}"
 _RANK_DIRECTORY = re.compile(_RANK)
 _RANK_MANIFEST = re.compile(_RANK + r"\.json")
 _RANK_BEGUN = re.compile(_RANK + re.escape(_BEGUN_SUFFIX))
@@ -119,13 +118,7 @@ def rank_directory(rank: int) -> str:
 
 def rank_of_directory(name: str) -> int:
     """The rank of a :func:`rank_directory`; -1 for another name."""
-    digits = name.removeprefix("rank-")
-    return int(digits) if is_rank_directory(name) and len(digits) < _RANK_DIGITS_MAX else -1
-
-
-def is_rank_directory(name: str) -> bool:
-    """Whether a name is a :func:`rank_directory`."""
-    return _RANK_DIRECTORY.fullmatch(name) is not None
+    return int(name.removeprefix("rank-")) if _RANK_DIRECTORY.fullmatch(name) else -1
 
 
 def writing_directory(rank: int) -> str:
@@ -138,10 +131,11 @@ def is_writing_directory(name: str) -> bool:
     return name.endswith(_WRITING_SUFFIX)
 
 
-def parse_writing_directory(name: str) -> int | None:
-    """Return the rank of a :func:`writing_directory`; None for any other name."""
-    own = name.removesuffix(_WRITING_SUFFIX)
-    return int(own[5:]) if own != name and is_rank_directory(own) else None
+def rank_of_writing_directory(name: str) -> int:
+    """The rank of a :func:`writing_directory`; -1 for another name."""
+    return (
+        rank_of_directory(name.removesuffix(_WRITING_SUFFIX)) if is_writing_directory(name) else -1
+    )
 
 
 def rank_manifest_name(rank: int) -> str:

@@ -197,7 +197,7 @@ class Arrivals(Protocol):
     """Beginnings of the paths of the files that the ranks of this VM read; empty: all files."""
 
     def lacks(self, directory: Path) -> bool:
-        """Whether this rank must also read files of other ranks than :attr:`reads`; raises nothing.
+        """Whether this rank must also read files of other ranks than :attr:`reads`; or raise an error.
 
         Another number of ranks saved the checkpoint, for example, or sharded it differently.
         """

@@ -48,7 +48,7 @@ from swansong._torch.index import FORMAT, INDEX, encode_index
 from swansong._torch.kinds import ddp_modules, gpus_of, modules_of, of_kind, optimizers_of
 from swansong._torch.last_boundary import LastBoundary
 from swansong._torch.loader import ResumableLoader
-from swansong._torch.modules import FSDP1, FSDP2, contains, unwrap
+from swansong._torch.modules import FSDP1, FSDP2, contains, load_module, state_of_module, unwrap
 from swansong._torch.nonfinite import NonFiniteSearch, requested_search
 from swansong._torch.objects import (
     OTHERS,
@@ -65,7 +65,7 @@ from swansong._torch.objects import (
 from swansong._torch.order import OrderWatch
 from swansong._torch.outside import OutsideWatch, all_of_process
 from swansong._torch.own_time import OwnTime
-from swansong._torch.rehearsal import check_module, check_relations, warn_about_loaders
+from swansong._torch.rehearsal import check_relations, warn_about_loaders
 from swansong._torch.sharding import is_sharded, writers
 from swansong._torch.structure import ScriptWatch
 from swansong.fields import PREFIXES_MAX
@@ -204,7 +204,7 @@ class TrainingState(Divisible):
         self._rehearse(but=[name for name, each in optimizers.items() if _has_own_layout(each)])
         for name, module in modules_of(self._objects).items():
             with trying("load", name, unwrap(module)):
-                check_module(module)
+                load_module(module, state_of_module(module))  # copies nothing
         for each in self._with_hooks:  # of an earlier guard
             each.end()
         self._watch = OrderWatch(self._objects)

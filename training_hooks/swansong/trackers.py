@@ -65,7 +65,8 @@ class Tracker:
 
         An error of the tracker is logged as a warning and never raised: training continues without the point.
         """
-        self._mark_if_requested()
+        if self._guard.preempting:
+            self.mark_preempting()
         if self._write is not None:
             self._guarded("logging a point", partial(self._write, int(step), values))
 
@@ -84,10 +85,6 @@ class Tracker:
         end, self._write, self._end = self._end, None, None
         if end is not None:
             self._guarded("closing the tracker", end)
-
-    def _mark_if_requested(self) -> None:
-        if self._guard.preempting:
-            self.mark_preempting()
 
     @staticmethod
     def _guarded(purpose: str, call: Callable[[], object]) -> None:

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from swansong import openat
-from swansong.layout import RESTORED_DIRECTORY, is_rank_directory, parse_sealed_name
+from swansong.layout import RESTORED_DIRECTORY, parse_sealed_name, rank_of_directory
 from swansong_bucket.errors import StagingError
 from swansong_bucket.model import CommitRef, StagedFile, StoredShard
 from swansong_bucket.transfer.reader import OpenLocal
@@ -88,7 +88,7 @@ class LocalFiles:
         sets += [(each.step, set(each.files)) for each in aside]
         _, newest = max(sets, key=lambda each: each[0], default=(0, set[str]()))
         first = (path.split("/", 1)[0] for path in newest if "/" in path)
-        return frozenset(f"{name}/" for name in first if is_rank_directory(name))
+        return frozenset(f"{name}/" for name in first if rank_of_directory(name) >= 0)
 
     def _sets(self, stack: ExitStack) -> Iterator[LocalSet]:
         """All sets; first those in staging, which may be set aside meanwhile."""

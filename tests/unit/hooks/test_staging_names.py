@@ -110,12 +110,12 @@ def test_names_of_a_rank_can_be_recognised(rank: int) -> None:
     """Each name by its own function, and all of them as entries of that rank and of no other."""
     own, writing = layout.rank_directory(rank), layout.writing_directory(rank)
     manifest, begun = layout.rank_manifest_name(rank), layout.rank_begun_name(rank)
-    assert layout.is_rank_directory(own)
+    assert layout.rank_of_directory(own) == rank
     assert layout.is_rank_manifest(manifest)
     assert layout.is_rank_begun(begun)
     assert layout.is_writing_directory(writing)
-    assert layout.parse_writing_directory(writing) == rank
-    assert layout.parse_writing_directory(own) is None
+    assert layout.rank_of_writing_directory(writing) == rank
+    assert layout.rank_of_writing_directory(own) == -1
     assert [layout.is_final(path) for path in (manifest, f"{own}/a", begun, f"{writing}/a")] == [
         True,
         True,

@@ -116,9 +116,10 @@ def lacks(directory: str, step: int, arrivals: Arrivals, owners: Collection[int]
         with openat.held(_open(directory, owners)) as directory_fd:
             for rank in arrivals.reads:
                 _check_part(directory_fd, rank, step, owners)
-    except (OSError, ValueError):
-        return True  # the load from all files raises it again
-    return arrivals.lacks(Path(directory))
+        return arrivals.lacks(Path(directory))
+    except Exception as error:  # the load from all files raises it again
+        log.debug("%s lacks files: %s: %s", directory, type(error).__name__, error)
+        return True
 
 
 def _check_part(

@@ -133,8 +133,8 @@ def finish(path: str | os.PathLike[str]) -> None:
     parts = Path(path).absolute().parts
     for place in range(1, len(parts) - 1):
         partial, writing = parts[place - 1 : place + 1]
-        rank = layout.parse_writing_directory(writing)
-        if rank is not None and layout.parse_partial_name(partial) is not None:
+        rank = layout.rank_of_writing_directory(writing)
+        if rank >= 0 and layout.parse_partial_name(partial) is not None:
             with held(openat.open_directory(Path(*parts[:place]), owners=_us())) as partial_fd:
                 _finish(partial_fd, rank, parts[place + 1 :])
             return

@@ -73,7 +73,7 @@ class Termination:
         """Restore the default action.  A process that has got the signal before must end by itself."""
         if self._fds is None or threading.current_thread() is not threading.main_thread():
             return
-        read_fd, write_fd = self._fds
+        _, write_fd = self._fds
         self._fds = None
         if signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -81,7 +81,6 @@ class Termination:
         if former_fd not in (write_fd, -1):
             signal.set_wakeup_fd(former_fd)
         os.close(write_fd)  # ends the thread, which closes the other one
-        del read_fd
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

@@ -9,7 +9,6 @@ reads each tensor that did not arrive early.  So a load has the same result with
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 
 from swansong._log import log
 from swansong._ranks.agreement import Ranks
-from swansong._torch.checkpoint_set import CheckpointSet, read_parts
+from swansong._torch.checkpoint_set import TENSOR_FILE, CheckpointSet, read_parts
 from swansong._torch.index import INDEX, decode_index
 from swansong._torch.objects import OTHERS, Targets
 from swansong._torch.safetensors import read_header
@@ -28,7 +27,6 @@ from swansong.layout import rank_of_directory
 
 WAITING_MAX = 64
 """Open files that wait for the index of their rank; the directory has any others."""
-_FILE = re.compile(r"[A-Za-z0-9_]{1,64}-[0-9]{5,9}\.safetensors|state\.json")
 
 
 class ArrivedTensors:
@@ -66,7 +64,7 @@ class ArrivedTensors:
         directory, _, name = path.partition("/")
         rank = rank_of_directory(directory)
         is_read = fd >= 0 and (not self.reads or rank in self.reads)
-        is_named = rank >= 0 and _FILE.fullmatch(name) is not None
+        is_named = rank >= 0 and (name == INDEX or TENSOR_FILE.fullmatch(name))
         if not (is_read and is_named) or len(self._waiting) >= WAITING_MAX:
             _close(fd)
             return
@@ -98,14 +96,10 @@ class ArrivedTensors:
 
     def lacks(self, directory: Path) -> bool:
         """See :class:`swansong.state.Arrivals`."""
-        try:
-            found = CheckpointSet(directory, reads=self.reads)
-            if found.lost or found.world_size != self._world_size:
-                return True
-            self._check_parts(found)
-        except Exception as error:  # the load from all files raises it again
-            log.debug("%s lacks files: %s: %s", directory, type(error).__name__, error)
+        found = CheckpointSet(directory, reads=self.reads)
+        if found.lost or found.world_size != self._world_size:
             return True
+        self._check_parts(found)
         self._checked = found
         return False
 

@@ -19,9 +19,9 @@ from swansong._torch.index import INDEX, decode_index
 from swansong._torch.parallel import run
 from swansong._torch.safetensors import DTYPES, StoredTensor, read_header
 from swansong._torch.sharding import own_part
-from swansong.layout import is_rank_directory, rank_directory
+from swansong.layout import rank_directory, rank_of_directory
 
-_FILE = re.compile(r"[A-Za-z0-9_]{1,64}-[0-9]{5,9}\.safetensors")
+TENSOR_FILE = re.compile(r"[A-Za-z0-9_]{1,64}-[0-9]{5,9}\.safetensors")
 _Chunk = tuple[int, torch.Size, StoredTensor]
 """A part of a tensor: the rank that wrote it, its offsets and its place."""
 _Part = tuple[torch.Tensor, Sequence[int], Sequence[int], StoredTensor]
@@ -163,7 +163,7 @@ class CheckpointSet:
             )
 
     def _read_other_indexes(self) -> None:
-        found = sum(is_rank_directory(path.name) for path in self.directory.iterdir())
+        found = sum(rank_of_directory(path.name) >= 0 for path in self.directory.iterdir())
         if found != self.world_size:
             raise ValueError(
                 f"{INDEX} of rank 0 is of a job of {self.world_size} ranks, but {found} ranks wrote the"
@@ -185,7 +185,7 @@ class CheckpointSet:
         directory = self.directory / rank_directory(rank)
         found = {}
         for name, file in self.indexes[rank]["files"].items():
-            if not _FILE.fullmatch(name):
+            if not TENSOR_FILE.fullmatch(name):
                 raise ValueError(f"{INDEX} names the file {name!r:.100}")
             for key, stored in read_header(str(directory / name), file["checksums"]).items():
                 found[file["group"], key] = stored

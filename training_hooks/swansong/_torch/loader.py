@@ -612,8 +612,6 @@ class Rest:
         return len(self.whole) - self._count
 
     def __getattr__(self, name: str) -> Any:
-        if name == "whole":
-            raise AttributeError(name)
         return getattr(self.whole, name)
 
 

@@ -85,7 +85,6 @@ class OwnTime:
             self._marks.append(time.monotonic())
         if len(self._marks) == _MARKS:
             self._measured.append(self._marks)
-            self._marks = []
 
 
 def _is_complete(mark: float | torch.cuda.Event) -> bool:

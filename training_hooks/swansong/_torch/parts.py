@@ -59,7 +59,7 @@ class JointDirectory(Snapshots):
         joint = tempfile.mkdtemp(prefix="swansong-")
         weakref.finalize(self, shutil.rmtree, joint, ignore_errors=True)
         for own in sorted(directory.iterdir()):
-            if not layout.is_rank_directory(own.name):
+            if layout.rank_of_directory(own.name) < 0:
                 continue
             for parent, _, names in os.walk(own):
                 place = Path(joint, os.path.relpath(parent, own))

@@ -12,19 +12,10 @@ import torch
 from swansong._log import log
 from swansong._torch.kinds import modules_of, optimizers_of
 from swansong._torch.loader import ResumableLoader, find_data_loader
-from swansong._torch.modules import load_module, state_of_module, unwrap
+from swansong._torch.modules import unwrap
 from swansong._torch.objects import params_of
 from swansong._torch.outside import has_lasting_workers, inside
 from swansong._torch.sharding import is_sharded
-
-
-def check_module(module: torch.nn.Module) -> None:
-    """Load the module's own state into the module, which copies nothing.
-
-    Raises:
-        Exception: the module does not accept the state that it returns.
-    """
-    load_module(module, state_of_module(module))
 
 
 def warn_about_loaders(objects: Mapping[str, Any], found: Iterable[Any]) -> None:
