@@ -15,7 +15,7 @@ from swansong._ranks import position
 from swansong._ranks.agreement import Ranks
 from swansong._ranks.environment import PositionError, ranks_from_environment
 from swansong._ranks.position import find_ranks
-from swansong.protocol import Failed, Hello, Sealed
+from swansong.protocol import Failed, Sealed
 
 from testkit.fake_daemon import FakeDaemon
 from testkit.job_store import MemoryJobStore
@@ -307,17 +307,3 @@ def test_a_contradiction_is_never_saved(
     assert len(daemon.all_of(Sealed)) == 1
     group.destroy()
     assert guard.save(6), "the process group is destroyed before the last checkpoint"
-
-
-def test_the_state_gets_the_ranks_of_the_guard(
-    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, counter: Counter
-) -> None:
-    """One reading: the variables may change afterwards."""
-    for name, value in MPIRUN.items():
-        monkeypatch.setenv(name, value)
-    state = swansong.state.state_of({"counter": counter}, None, None)
-    with swansong.attach(state, socket=daemon.path):
-        monkeypatch.delenv("OMPI_COMM_WORLD_RANK")
-        hello = daemon.wait_for(Hello)
-        assert state.ranks == OF_MPIRUN
-        assert (hello.rank, hello.world_size, hello.local_rank) == (1, 4, 1)

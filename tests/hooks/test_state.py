@@ -167,7 +167,7 @@ def test_containers_and_arrays_are_restored_in_their_place(tmp_path: Path) -> No
     def script() -> dict[str, Any]:
         inner = [np.zeros(2), {"n": 0}]
         return {
-            "table": {"inner": inner, "old": 1},
+            "table": {"inner": inner, "old": 1, "grows": np.zeros(1)},
             "log": [inner[0], 1],
             "weights": np.zeros((2, 2)),
         }
@@ -176,6 +176,7 @@ def test_containers_and_arrays_are_restored_in_their_place(tmp_path: Path) -> No
     before["table"]["inner"][0] += 1.5
     before["table"]["inner"][1]["n"] = 7
     del before["table"]["old"]
+    before["table"]["grows"] = np.ones(3)
     before["log"].append((2, "three"))
     before["weights"] += np.eye(2)
     state_of(before, None, None).snapshot()(tmp_path)
@@ -183,7 +184,8 @@ def test_containers_and_arrays_are_restored_in_their_place(tmp_path: Path) -> No
     state_of(after, None, None).load(tmp_path)
     assert inner[0].tolist() == [1.5, 1.5]
     assert inner[1] == {"n": 7}
-    assert after["table"].keys() == {"inner"}
+    assert after["table"].keys() == {"inner", "grows"}
+    assert after["table"]["grows"].tolist() == [1.0, 1.0, 1.0]
     assert after["log"][1:] == [1, (2, "three")]
     assert weights.tolist() == [[1.0, 0.0], [0.0, 1.0]]
 

@@ -379,7 +379,7 @@ def test_restore_after_training_has_begun_causes_a_warning(
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loader = ResumableLoader(torch.utils.data.DataLoader(list(range(4)), 2))
     guard = attach(TrainingState(model, optimizer, loader=loader))
-    next(iter(loader))
+    iter(loader)
     optimizer.step()
     with caplog.at_level(logging.WARNING):
         guard.restore()
