@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import swansong
 import torch
 from swansong._torch import arena, host_memory
 from swansong._torch.host_memory import HostMemory
@@ -23,10 +20,10 @@ from torch import nn
 
 from testkit.fake_daemon import FakeDaemon
 from testkit.gpu import is_pinned, prepare
+from testkit.python_process import output_of
 from testkit.training_parts import save_part
 from testkit.waiting import until
 
-HOOKS = Path(swansong.__file__).parents[1]
 GPU = torch.device("cuda")
 
 
@@ -228,7 +225,7 @@ assert all(map(torch.equal, model.state_dict().values(), wanted))
 def test_a_save_without_a_lost_rank_waits_for_no_kernel(tmp_path: Path, memory: str) -> None:
     """A collective of a lost rank never ends; a long kernel stands for it.  The state is that of the last
     step."""
-    run_script(STUCK, str(tmp_path), memory)
+    output_of("-c", STUCK, tmp_path, memory)
 
 
 BROKEN = """
@@ -251,7 +248,7 @@ except RuntimeError:
 
 def test_a_save_after_an_error_of_a_kernel_fails_without_an_exception(daemon: FakeDaemon) -> None:
     """Every call of CUDA fails from then on: the daemon gets the reason, and the process ends."""
-    run_script(BROKEN, daemon.path)
+    output_of("-c", BROKEN, daemon.path)
     assert "CUDA" in daemon.wait_for(Failed).reason
     assert daemon.sealed() == []
 
@@ -260,15 +257,3 @@ def test_a_save_after_an_error_of_a_kernel_fails_without_an_exception(daemon: Fa
 def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
     with FakeDaemon(tmp_path) as daemon:
         yield daemon
-
-
-def run_script(script: str, *arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        env={**os.environ, "PYTHONPATH": str(HOOKS)},
-        timeout=120,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]

@@ -12,13 +12,17 @@ from swansong.torch import ResumableLoader
 from torch.utils.data import DataLoader, TensorDataset
 
 
+def as_mapping(samples: list[tuple[torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {"inputs": torch.stack([sample for (sample,) in samples])}
+
+
 def digests(
-    rate: float | torch.Tensor = 0.1, momentum: float = 0.9, first: float = 1.0
+    rate: float | torch.Tensor = 0.1, momentum: float = 0.9, first: float = 1.0, collate: Any = None
 ) -> dict[str, Any]:
     """Those of a script with two optimizers after its first batch."""
     models = [torch.nn.Linear(1, 1) for _ in range(2)]
     data = TensorDataset(torch.tensor([[first], [2.0]]))
-    loader = ResumableLoader(DataLoader(data, 2))
+    loader = ResumableLoader(DataLoader(data, 2, collate_fn=collate))
     next(iter(loader))
     parts = of_step(
         {
@@ -30,6 +34,7 @@ def digests(
     return {name: part() if callable(part) else part for name, part in parts.items()}
 
 
+@pytest.mark.parametrize("collate", [None, as_mapping])
 @pytest.mark.parametrize(
     ("change", "names"),
     [
@@ -40,10 +45,10 @@ def digests(
     ],
 )
 def test_a_step_with_another_batch_or_option_has_another_digest(
-    change: dict[str, float], names: set[str]
+    change: dict[str, float], names: set[str], collate: Any
 ) -> None:
     """And no other digest of the step changes."""
-    wanted, got = digests(), digests(**change)
+    wanted, got = digests(collate=collate), digests(**change, collate=collate)
     assert wanted.keys() == {"batch.loader", "rates.sgd", "rates.adam"}
     assert {name for name in wanted if got[name] != wanted[name]} == names
 

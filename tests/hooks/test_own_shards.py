@@ -140,15 +140,15 @@ def test_a_rank_loads_from_its_own_files(tmp_path: Path) -> None:
     check_equal(facts, of_whole_commit(commit, job.ranks))
 
 
+def as_with_ddp(job: Job) -> None:
+    common = {each.data_ptr() for each in job.model.parameters()}
+    job.state._common_memory = lambda: common  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("case", ["fewer ranks", "more ranks", "other layout"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_rank_that_needs_more_asks_for_all_files(tmp_path: Path, case: str) -> None:
     """It asks for the same commit again, and the state is that of a load from the whole commit."""
-
-    def as_with_ddp(job: Job) -> None:
-        common = {each.data_ptr() for each in job.model.parameters()}
-        job.state._common_memory = lambda: common  # type: ignore[method-assign]
-
     if case == "other layout":
         commit = saved(tmp_path / "commit", 2, as_with_ddp)
     else:
@@ -176,8 +176,7 @@ def test_a_ddp_job_asks_for_all_files(tmp_path: Path) -> None:
     """The ranks of ``DistributedDataParallel`` write a part of the weights each."""
     commit = saved(tmp_path / "commit")
     daemon, job = Daemon(commit, tmp_path / "restored"), Job(one_of(2))
-    common = {each.data_ptr() for each in job.model.parameters()}
-    job.state._common_memory = lambda: common  # type: ignore[method-assign]
+    as_with_ddp(job)
     daemon.resume(job)
     assert daemon.prefixes() == [[]]
 

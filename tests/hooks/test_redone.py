@@ -142,6 +142,7 @@ def test_a_rank_compares_what_the_daemon_answers() -> None:
     first.steps.tick()
     (message,) = first.sent
     assert isinstance(message, Digested)
+    assert message.digests[0].endswith(" loss=1")
 
     again = Job()
     again.steps.begin(4)

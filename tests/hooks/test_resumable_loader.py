@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import random
 import threading
@@ -214,6 +215,36 @@ def test_a_run_with_workers_resumes(kind: str, caplog: pytest.LogCaptureFixture)
         trace, _ = resumed(kind, stop_at)
         assert trace == wanted[whole.polls[stop_at] :]
     assert not [message for message in caplog.messages if "other contents" in message]
+
+
+class Noise:
+    def __init__(self, own: random.Random) -> None:
+        self.own = own
+
+    def add(self, batch: Any) -> Any:
+        return batch, self.own.random()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda own: functools.partial(lambda own, batch: (batch, own.random()), own),
+        lambda own: Noise(own).add,
+        lambda own: lambda batch: (batch, own.random()),
+    ],
+    ids=["partial", "method", "closure"],
+)
+def test_a_generator_of_a_function_resumes(make: Callable[[random.Random], Any]) -> None:
+    """The loader may keep it in an argument, in the object of a method, or in a variable of a closure."""
+    first, after = (
+        ResumableLoader(DataLoader(DATA, 2, collate_fn=make(random.Random(seed))))
+        for seed in (1, 2)
+    )
+    batches = iter(first)
+    for _ in range(2):
+        next(batches)
+    after.load_state_dict(first.state_dict())
+    assert next(iter(after))[1] == next(batches)[1]
 
 
 def test_an_index_that_restarts_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -152,6 +152,7 @@ def test_unusual_entries_are_restored(tmp_path: Path) -> None:
             ), key
     assert after.extra == 1
     assert after.head.weight is after.embedding.weight
+    assert torch.equal(load_weights(directory)["head.weight"], before.head.weight), "a tied one"
     assert torch.equal(after.passing, passing)
     assert "passing" not in wanted
 

@@ -204,18 +204,6 @@ def test_copies_share_their_memory_one_after_the_other(
     assert len(made) == 2
 
 
-def test_weights_without_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """load_weights() returns full tensors from all files, and tied ones under both names."""
-    monkeypatch.setattr(arena, "FILE_BYTES", 300)
-    trainer = Trainer(1)
-    directory = save_part(trainer.state, tmp_path)
-    assert len(list((directory / "rank-00000").glob("model-*.safetensors"))) > 1
-    weights = load_weights(directory)
-    wanted = trainer.model.state_dict()
-    assert weights.keys() == wanted.keys()
-    assert all(torch.equal(weights[key], wanted[key].cpu()) for key in wanted)
-
-
 def test_common_tensors_of_all_ranks_are_written_once(tmp_path: Path) -> None:
     """Without communication the ranks' parts cover every tensor once, large ones in equal parts."""
     whole = {"large": torch.randn(700, 500), "small": torch.randn(3), "number": torch.tensor(4)}

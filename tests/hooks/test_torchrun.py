@@ -50,30 +50,30 @@ while True:
 
 
 class Torchrun:
-    """``torchrun`` with two ranks of a trainer that does not use torch itself.
+    """``torchrun``, and the JSON objects that its ranks print.
 
     torchrun starts Python unbuffered, so a rank must write its line and the line's end at once.
     """
 
-    def __init__(self, python: str, daemon: FakeDaemon, directory: Path, *arguments: str) -> None:
-        script = directory / "train.py"
-        script.write_text(TRAINER)
-        self.crash = directory / "crash"
+    def __init__(
+        self, python: str, daemon: FakeDaemon, *arguments: object, **variables: str
+    ) -> None:
         self.popen = subprocess.Popen(
-            [
-                *(python, "-m", "torch.distributed.run", "--standalone"),
-                *("--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.2"),
-                *(f"--shutdown-timeout={SHUTDOWN_S}", str(script), str(self.crash)),
-                *arguments,
-            ],
-            env={**os.environ, "SWANSONG_SOCKET": daemon.path, "OMP_NUM_THREADS": "1"},
+            [python, "-m", "torch.distributed.run", *map(str, arguments)],
+            env={
+                **os.environ,
+                "SWANSONG_SOCKET": daemon.path,
+                "OMP_NUM_THREADS": "1",
+                **variables,
+            },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
             start_new_session=True,
         )
-        self.pids: list[int] = []
+        self.starts: list[dict[str, int]] = []
+        """The output of each start of a rank."""
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -81,12 +81,27 @@ class Torchrun:
         assert self.popen.stdout is not None
         with self.popen.stdout as lines:
             for line in lines:
-                self.pids.append(json.loads(line)["pid"])
+                if line.startswith("{"):
+                    self.starts.append(json.loads(line))
+
+    @property
+    def pids(self) -> list[int]:
+        return [start["pid"] for start in self.starts]
 
     def wait_ranks(self, count: int = 2) -> None:
-        until(lambda: len(self.pids) >= count, timeout_s=60, what=f"{count} ranks")
+        until(lambda: len(self.starts) >= count, timeout_s=60, what=f"{count} ranks")
 
-    def close(self) -> None:
+    def wait_world(self, size: int, after: int = 0) -> int:
+        """Wait for a start with this number of ranks; returns the number of starts so far."""
+        until(
+            lambda: any(start["world"] == size for start in self.starts[after:]),
+            timeout_s=90,
+            what=f"a start with {size} ranks",
+        )
+        return len(self.starts)
+
+    def kill(self) -> None:
+        """Kill all processes, as a power cut does."""
         for pid in (self.popen.pid, *self.pids):
             if is_running(pid):
                 os.kill(pid, signal.SIGKILL)
@@ -94,16 +109,30 @@ class Torchrun:
         self._reader.join(60)
 
 
+def two_ranks(python: str, daemon: FakeDaemon, directory: Path, *arguments: str) -> Torchrun:
+    """Start two ranks of a trainer that does not use torch itself; the file ``crash`` ends them."""
+    script = directory / "train.py"
+    script.write_text(TRAINER)
+    return Torchrun(
+        python,
+        daemon,
+        *("--standalone", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.2"),
+        *(f"--shutdown-timeout={SHUTDOWN_S}", script, directory / "crash", *arguments),
+    )
+
+
 @pytest.fixture
 def torchrun(daemon: FakeDaemon, tmp_path: Path, warm_python: str) -> Iterator[Torchrun]:
     pytest.importorskip("torch")
-    job = Torchrun(warm_python, daemon, tmp_path)
+    job = two_ranks(warm_python, daemon, tmp_path)
     yield job
-    job.close()
+    job.kill()
 
 
 @pytest.mark.fault("T12")
-def test_ranks_send_hello_and_again_after_a_restart(daemon: FakeDaemon, torchrun: Torchrun) -> None:
+def test_ranks_send_hello_and_again_after_a_restart(
+    daemon: FakeDaemon, torchrun: Torchrun, tmp_path: Path
+) -> None:
     """Both ranks connect, the launcher does not; a restart of the ranks is another start."""
     torchrun.wait_ranks()
     daemon.wait_connected(2)
@@ -113,7 +142,7 @@ def test_ranks_send_hello_and_again_after_a_restart(daemon: FakeDaemon, torchrun
     assert {(h.rank, h.local_rank) for h in first} == {(0, 0), (1, 1)}
     assert {(h.world_size, h.local_world_size, h.node, h.nodes) for h in first} == {(2, 2, 0, 1)}
     assert [h.rank for h in first if h.start_id] == [0]
-    torchrun.crash.touch()
+    (tmp_path / "crash").touch()
     torchrun.wait_ranks(4)
     until(lambda: len(daemon.all_of(Hello)) == 4)
     drawn = {h.start_id for h in daemon.all_of(Hello)} - {""}
@@ -135,7 +164,7 @@ def test_torchrun_kills_after_its_shutdown_timeout(
 ) -> None:
     """A rank that ignores SIGTERM may step and save until that timeout."""
     pytest.importorskip("torch")
-    job = Torchrun(warm_python, daemon, tmp_path, "ignore SIGTERM")
+    job = two_ranks(warm_python, daemon, tmp_path, "ignore SIGTERM")
     try:
         job.wait_ranks()
         daemon.wait_connected(2)
@@ -148,7 +177,7 @@ def test_torchrun_kills_after_its_shutdown_timeout(
         assert time.monotonic() - begun_s >= SHUTDOWN_S
         assert job.popen.wait(60) != 0
     finally:
-        job.close()
+        job.kill()
 
 
 ELASTIC = """
@@ -168,66 +197,23 @@ while True:
 """
 
 
-class Agent:
-    """The torchrun of one VM of an elastic job, with one rank."""
-
-    def __init__(
-        self, python: str, daemon: FakeDaemon, script: Path, port: int, *, is_host: bool
-    ) -> None:
-        settings = {
-            "is_host": int(is_host),
-            "last_call_timeout": 5,
-            "keep_alive_interval": 1,
-            "keep_alive_max_attempt": 5,
-        }
-        rendezvous = ",".join(f"{name}={value}" for name, value in settings.items())
-        self.popen = subprocess.Popen(
-            [
-                *(python, "-m", "torch.distributed.run", "--nproc-per-node=1"),
-                *("--nnodes=1:2", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=job"),
-                *(f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={rendezvous}"),
-                *("--local-addr=127.0.0.1", "--monitor-interval=0.2", str(script)),
-            ],
-            env={
-                **os.environ,
-                "SWANSONG_SOCKET": daemon.path,
-                "OMP_NUM_THREADS": "1",
-                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            },
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
-        self.starts: list[dict[str, int]] = []
-        """Return the output of each start of the rank."""
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.popen.stdout is not None
-        with self.popen.stdout as lines:
-            for line in lines:
-                if line.startswith("{"):
-                    self.starts.append(json.loads(line))
-
-    def wait_world(self, size: int, after: int = 0) -> int:
-        """Wait for a start with this number of ranks; returns the number of starts so far."""
-        until(
-            lambda: any(start["world"] == size for start in self.starts[after:]),
-            timeout_s=90,
-            what=f"a start with {size} ranks",
-        )
-        return len(self.starts)
-
-    def kill(self) -> None:
-        """Kill all processes, as a power cut does."""
-        for pid in (self.popen.pid, *(start["pid"] for start in self.starts)):
-            if is_running(pid):
-                os.kill(pid, signal.SIGKILL)
-        self.popen.wait(60)
-        self._reader.join(60)
+def agent(python: str, daemon: FakeDaemon, script: Path, port: int, *, is_host: bool) -> Torchrun:
+    """Start the torchrun of one VM of an elastic job, with one rank."""
+    settings = {
+        "is_host": int(is_host),
+        "last_call_timeout": 5,
+        "keep_alive_interval": 1,
+        "keep_alive_max_attempt": 5,
+    }
+    rendezvous = ",".join(f"{name}={value}" for name, value in settings.items())
+    return Torchrun(
+        python,
+        daemon,
+        *("--nproc-per-node=1", "--nnodes=1:2", "--max-restarts=3", "--rdzv-backend=c10d"),
+        *("--rdzv-id=job", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={rendezvous}"),
+        *("--local-addr=127.0.0.1", "--monitor-interval=0.2", script),
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+    )
 
 
 @pytest.mark.timeout(300)
@@ -246,10 +232,10 @@ def test_a_live_job_shrinks_and_grows_again(tmp_path: Path, warm_python: str) ->
             (tmp_path / name).mkdir()
             daemons.append(opened.enter_context(FakeDaemon(tmp_path / name)))
 
-        def start(daemon: FakeDaemon, *, is_host: bool = False) -> Agent:
-            agent = Agent(warm_python, daemon, script, port, is_host=is_host)
-            opened.callback(agent.kill)
-            return agent
+        def start(daemon: FakeDaemon, *, is_host: bool = False) -> Torchrun:
+            started = agent(warm_python, daemon, script, port, is_host=is_host)
+            opened.callback(started.kill)
+            return started
 
         def save(name: str, *asked: FakeDaemon) -> None:
             asked[0].request(name)

@@ -84,11 +84,13 @@ def test_only_rank_0_opens_a_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_logged_after_the_end() -> None:
     written: list[int] = []
-    tracker = Tracker(a_guard(), write=lambda step, _values: written.append(step))
+    tracker = Tracker(
+        a_guard(), write=lambda step, _values: written.append(step), end=lambda: written.append(-1)
+    )
     tracker.log(1, {})
     tracker.close()
     tracker.log(2, {})
-    assert written == [1]
+    assert written == [1, -1]
 
 
 def test_the_wandb_id_follows_from_the_name_of_the_run() -> None:

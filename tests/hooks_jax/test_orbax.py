@@ -5,23 +5,21 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
-import swansong
 from swansong.testing import check_resume
 
-HOOKS = Path(swansong.__file__).parents[1]
-PYTHON = os.environ.get(
-    "SWANSONG_JAX_PYTHON", str(HOOKS.parent / "build" / "jax" / "bin" / "python")
-)
+from testkit import EXAMPLES, REPOSITORY
+from testkit.python_process import ENVIRONMENT, output_of
+
+PYTHON = os.environ.get("SWANSONG_JAX_PYTHON", str(REPOSITORY / "build" / "jax" / "bin" / "python"))
 
 pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(not os.path.exists(PYTHON), reason="make test-jax makes its environment"),
 ]
-ENVIRONMENT = {"PYTHONPATH": str(HOOKS), "JAX_PLATFORMS": "cpu"}
+ON_CPU = {"JAX_PLATFORMS": "cpu"}
 
 EQUAL = """
 import sys
@@ -51,34 +49,26 @@ with ocp.CheckpointManager(home, options=options) as manager:
 """
 
 
-DOC = (HOOKS.parent / "docs" / "trainers" / "frameworks.md").read_text(encoding="utf-8")
+DOC = (REPOSITORY / "docs" / "trainers" / "frameworks.md").read_text(encoding="utf-8")
 
 
 def run(script: str, *arguments: object) -> str:
-    done = subprocess.run(
-        [PYTHON, "-c", script, *map(str, arguments)],
-        env={**os.environ, **ENVIRONMENT, "SWANSONG_SOCKET": "/nonexistent"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    settings = {**ON_CPU, "SWANSONG_SOCKET": "/nonexistent"}
+    return output_of("-c", script, *arguments, python=PYTHON, **settings)
 
 
 @pytest.fixture(scope="module")
 def preempted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs of ten steps: ``reference``, and ``resumed``, which twice lost its VM and disk."""
     place = tmp_path_factory.mktemp("orbax")
-    example = HOOKS / "examples" / "with_orbax.py"
+    example = EXAMPLES / "with_orbax.py"
     on_a_new_disk = f'exec {PYTHON} {example} --directory "$(mktemp -d {place}/vm-XXXXXX)"'
     report = check_resume(
         ["sh", "-c", on_a_new_disk],
         steps=10,
         kill_at=[2, 7],
         directory=place,
-        environment=ENVIRONMENT,
+        environment={**ENVIRONMENT, **ON_CPU},
         ignoring="rank-0",  # Orbax gives its files random names; compared below
     )
     assert report.saved_steps == [2, 7]

@@ -311,8 +311,7 @@ class TrainingState(Divisible):
         Raises:
             RuntimeError: that state does not exist any more; contains the cause.
         """
-        if self._last_boundary is None:
-            raise RuntimeError("attach() has not found several ranks")
+        assert self._last_boundary is not None  # as in every job of several ranks
         self._last_boundary.return_to()
 
     def snapshot_without(
