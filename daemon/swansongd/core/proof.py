@@ -92,7 +92,8 @@ def _reaches(state: State, newest: CommitRef, position: Position) -> bool:
     if newest.generation == start.generation:
         return newest.step >= position.step
     if position.step < 0 and start.is_restoring:
-        return not state.uncommitted  # it loads the newest set, which may be sealed only
+        # It loads the newest set, which may be sealed only.  Before its claim, another VM may commit.
+        return start.generation is not None and not state.uncommitted
     loaded = (start.parent.start_id, start.parent.step)
     is_loaded = bool(start.parent.start_id) and loaded == (state.owner_of(newest), newest.step)
     # The manifest of a later set may exist although its commit has failed: the reply can be lost.
@@ -105,6 +106,8 @@ def _distance(state: State, newest: CommitRef, position: Position) -> str:
     assert start is not None
     if newest.generation == start.generation:
         return f"the newest commit is of step {newest.step}, not of step {step}"
+    if start.generation is None and step < 0:
+        return "this VM has not taken the run over yet, so another one may commit"
     parent = start.parent
     if not parent.is_known:
         return (

@@ -14,6 +14,7 @@ from swansongd.core.events import (
     Conclude,
     PredecessorDenied,
     PredecessorFound,
+    RestoreAsked,
 )
 from swansongd.core.starts import PREDECESSOR_SILENCE_S
 from swansongd.core.state import Predecessor
@@ -202,3 +203,17 @@ def test_a_precaution_is_not_told() -> None:
     story.withdraw("aws.rebalance")
     assert story.state.evacuation is None
     assert not farewells(story)
+
+
+def test_a_vm_that_still_waits_does_not_promise_an_earlier_commit() -> None:
+    """The other VM may commit since this one has read the run: the next VM would resume from that."""
+    story = next_vm(newest=CommitRef(1, 9))
+    story.join()
+    finds(story, 100.0)
+    story.tell(RestoreAsked("a"))
+    story.notice(25)
+    story.accept(-1)
+    assert story.verdicts == []
+    story.wait(26)
+    assert story.verdicts[-1].startswith("PARTIAL")
+    assert "taken the run over" in story.last(Conclude).reason
