@@ -45,7 +45,7 @@ MUTANTS = (
     Mutant("proof", "return newest.step >= position.step", "return True"),
     Mutant("proof", "if newest.generation == start.generation:\n        return newest.step",
            "if newest.generation >= (start.generation or 0):\n        return newest.step"),
-    Mutant("proof", "return not state.uncommitted", "return True"),
+    Mutant("proof", "start.generation is not None and not state.uncommitted", "True"),
     Mutant("proof", "is_loaded and is_newest and position.step <= newest.step", "is_loaded and is_newest"),
     Mutant("proof", "is_newest = not state.commits.stored", "is_newest = True"),
     Mutant("proof", "loaded == (state.owner_of(newest), newest.step)", "loaded[1] == newest.step"),

@@ -107,7 +107,7 @@ def test_a_killed_copy_is_finished_by_the_next_daemon(
     bucket: Bucket, new_vm: Any, mirror: dict[str, str], witness: str
 ) -> None:
     """The mirror hangs: commits continue, and the lag is shown.  After SIGKILL the copy starts again."""
-    control(mirror["endpoint"], "break?kind=stall&at=mid_body&match=data&times=1000")
+    control(mirror["endpoint"], "stall?match=data&times=1000")
     vm = vm_with(new_vm, "vm", bucket.store, mirror)
     daemon = vm.start_daemon()
     trainer = vm.start_trainer("--every-steps", "20", script=witness)
@@ -142,7 +142,7 @@ def test_a_command_ends_when_the_store_hangs(
     daemon.lines.wait(event="committed")
     first.power_off()
     vm = vm_with(new_vm, "vm", store, bucket.store)
-    control(store["endpoint"], "break?kind=stall&at=in_answer&match=/data/&times=100000")
+    control(store["endpoint"], "stall?match=/data/&times=100000")
     began_s = time.monotonic()
     done = vm.swansong("mirror")
     took_s = time.monotonic() - began_s
