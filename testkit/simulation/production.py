@@ -37,6 +37,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -150,10 +151,8 @@ class Training:
     def save(self, directory: Path) -> None:
         for name in (*FILES, CONSTANT):
             self.world.schedule.sleep(self.world.random.random() * 0.2)
-            path = directory / name
-            with openat.held(os.open(path, os.O_WRONLY | os.O_CREAT, 0o640)) as fd:
+            with openat.held(os.open(directory / name, os.O_WRONLY | os.O_CREAT, 0o640)) as fd:
                 openat.write_all(fd, content(self.line, self.step, name, self.rank))
-            os.utime(path, (self.world.schedule.wall_s,) * 2)
 
     def load(self, directory: Path) -> None:
         for name in (*FILES, CONSTANT):
@@ -546,6 +545,9 @@ class World:
                 args = (args[0], _short(args[1]), *args[2:])
             with self.schedule.outside():
                 result = vm.disk.carry_out(call, real, args, options)
+                if call in {"write", "pwrite"}:
+                    with suppress(OSError):  # not a file
+                        os.utime(args[0], (self.schedule.wall_s,) * 2)
             if call == "rename":
                 self.happens(call)
             if call == "scandir":
