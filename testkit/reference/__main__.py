@@ -10,7 +10,16 @@ import sys
 from collections.abc import Callable
 
 from testkit import REPOSITORY
-from testkit.reference import alerts, commands, configuration, doctor, log_events, metrics, status
+from testkit.reference import (
+    alerts,
+    commands,
+    configuration,
+    doctor,
+    faults,
+    log_events,
+    metrics,
+    status,
+)
 
 FILES: dict[str, Callable[[], str]] = {
     "docs/reference/configuration.md": configuration.page,
@@ -20,6 +29,7 @@ FILES: dict[str, Callable[[], str]] = {
     "docs/reference/log-events.md": log_events.page,
     "docs/reference/doctor.md": doctor.page,
     "docs/reference/status.md": status.page,
+    "docs/reliability.md": faults.page,
     "daemon/swansongd/swansong.example.toml": configuration.example,
 }
 
