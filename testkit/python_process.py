@@ -17,7 +17,7 @@ ENVIRONMENT = {"PYTHONPATH": str(HOOKS)}
 def run_python(
     *arguments: object, python: str = sys.executable, cwd: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python to its end, in a session of its own, with further environment variables."""
+    """Run Python to its end, in a new session, with further environment variables."""
     return subprocess.run(
         [python, *map(str, arguments)],
         cwd=cwd,

@@ -111,7 +111,7 @@ def test_a_start_that_is_known_from_its_sets_only_has_the_place_of_its_sets() ->
 
 
 def test_a_set_whose_start_has_yet_to_claim_is_the_newest() -> None:
-    """Sealed during an outage of the store, it gets a generation above that of every commit.
+    """Sealed during an outage of the store, its generation is higher than those of all commits.
 
     Before the run is read, its start may have claimed in an earlier life of the daemon.
     """

@@ -78,7 +78,7 @@ def test_the_set_in_flight_and_a_partly_stored_one_stay() -> None:
 def test_the_newest_healthy_set_stays() -> None:
     """After the loss has diverged, the last healthy state stays in staging however many sets follow it.
 
-    Also that of an earlier start: a rollback may diverge again.
+    Also the set of an earlier start: a rollback may diverge again.
     """
     story = joined()
     story.staging.append(with_health(a_set(10), is_finite=True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Polls the daemon from a thread of its own: an answer may take seconds, and a display must not wait."""
+"""Polls the daemon in a separate thread: an answer may take seconds, and a display must not wait."""
 
 from __future__ import annotations
 
