@@ -137,7 +137,8 @@ class Soak:
 
     @property
     def _env(self) -> dict[str, str]:
-        return {"LD_PRELOAD": str(self._preload), "CLOCK_OFFSET": str(self._clock)}
+        as_in_unit = {"MALLOC_ARENA_MAX": "2"}
+        return {"LD_PRELOAD": str(self._preload), "CLOCK_OFFSET": str(self._clock), **as_in_unit}
 
     def _step_clock(self, offset_s: int) -> None:
         with open(self._clock, "r+b") as file:  # the processes have mapped it
