@@ -93,9 +93,13 @@ MODULES = {
         ),
         *("boto3", "google.cloud.storage", "numpy", "swansong"),
     ),
+    "emulators": (
+        *("testkit.emulators.faults", "testkit.emulators.s3_bucket"),
+        *("testkit.emulators.gcs_model", "testkit.emulators.store_server", "jeepney.io.blocking"),
+    ),
 }
 """Modules of each kind of warm Python."""
-_FAMILIES = (("torch", "frameworks"), ("swansongd",))
+_FAMILIES = (("torch", "frameworks"), ("swansongd",), ("emulators",))
 """The kinds of each server.  The second kind of a server has the modules of the first, too."""
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts emulators as processes, for the tests and the demo.
+"""Starts emulators as processes, for the tests and the demo.  In tests they are forks of a warm Python.
 
 Every emulator is a module (``python -m testkit.emulators.aws_imds --port 0``).  Once it listens, it prints
 one JSON object as its first line (``{"url": "http://127.0.0.1:40001"}``).  It exits when it is killed, and
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 from typing import Self
 
 from testkit import REPOSITORY
+from testkit.warm import WarmProcess, python_of
 
 
 class EmulatorProcess:
@@ -28,27 +30,39 @@ class EmulatorProcess:
 
     def __init__(self, module: str, *arguments: str) -> None:
         path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        environment = {**os.environ, "PYTHONPATH": path}
+        command = ["-m", module, *arguments]
+        stdin, held = os.pipe()
+        lines, stdout = os.pipe()
+        warm = os.environ.get("SWANSONG_TEST_WARM")
+        self._process: subprocess.Popen[bytes] | WarmProcess
+        if warm:
+            python = python_of(warm, "emulators")
+            self._process = WarmProcess(
+                python, command, env=environment, streams=(stdin, stdout, 2)
+            )
+        else:
+            self._process = subprocess.Popen(
+                [sys.executable, *command], stdin=stdin, stdout=stdout, env=environment
+            )
+        os.close(stdin)
+        os.close(stdout)
+        self._held = [held, lines]  # without a reader, a later line would end the emulator
+        with open(os.dup(lines)) as announced:
+            line = announced.readline()
         if not line:
-            raise RuntimeError(f"{module} exited before it listened: status {self._process.wait()}")
+            self.kill()
+            raise RuntimeError(f"{module} exited before it listened")
         self.ready: dict[str, object] = json.loads(line)
         self.url = str(self.ready["url"])
         self.pid = self._process.pid
 
     def kill(self) -> None:
         """SIGKILL, as when its machine is terminated."""
-        self._process.kill()
+        self._process.send_signal(signal.SIGKILL)
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                stream.close()
+        while self._held:
+            os.close(self._held.pop())
 
     def __enter__(self) -> Self:
         return self

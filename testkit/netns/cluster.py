@@ -80,7 +80,8 @@ class Machine:
                 "testkit.emulators.aws_imds", "--host", "0.0.0.0", "--port", "80"
             )
             started.enter_context(emulator)
-        vm = Vm(disk, store, metadata=("aws", None))
+        warm = python_of(os.environ["SWANSONG_TEST_WARM"], "swansongd")
+        vm = Vm(disk, store, metadata=("aws", None), warm=warm)
         self.vm = started.enter_context(vm)
         started.callback(self.power_off)  # before the VM kills torchrun and orphans its workers
 

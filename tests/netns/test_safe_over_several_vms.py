@@ -51,7 +51,7 @@ class Job:
             verdict = daemon(machine).lines.wait(event="verdict")
             assert verdict["verdict"] == "SAFE", verdict
         self._elsewhere.mkdir()
-        vm = Vm(self._elsewhere, self.cluster.store)
+        vm = Vm(self._elsewhere, self.cluster.store, warm=self.machines[0].vm.warm)
         place = vm.disk / "restored"
         answer = vm.swansong("restore", "--to", str(place))
         assert answer.returncode == 0, answer.stderr
