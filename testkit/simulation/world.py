@@ -291,7 +291,7 @@ class World:
         """For each part that began in an evacuation: the seconds left before the deadline."""
         self._slow_until_s = 0.0
         self._slow_factor = 1.0
-        self._refs: list[CommitRef] = []
+        self._refs: set[CommitRef] = set()
         self._first_refs: dict[str, CommitRef] = {}
         """The commit of each set, by its nonce."""
         self._placed: list[tuple[CommitRef, tuple[int, int]]] = []
@@ -1531,7 +1531,7 @@ class World:
 
     # ------------------------------------------------------------------ the invariants
 
-    def commits(self) -> list[CommitRef]:
+    def commits(self) -> set[CommitRef]:
         """The commits in the store, whatever the state of the daemon."""
         self.check_new()
         return self._refs
@@ -1559,7 +1559,7 @@ class World:
             parsed = KEYS.parse_commit(key)
             if parsed is None:
                 continue
-            self._refs.append(parsed.ref)
+            self._refs.add(parsed.ref)
             made = manifest.decode(self.store.objects[key])
             for chunk in made.chunks:
                 if self.store.objects.get(chunk.key) != str(chunk.size_bytes).encode():

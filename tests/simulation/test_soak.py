@@ -45,7 +45,6 @@ class Told:
     notice: Notice
     said: Notice
     """As it was said last: nearer, further or worse than at first."""
-    raised_s: float | None = None
     urgent_s: float | None = None
     gone_s: float | None = None
     nearest_s: float = field(default=float("inf"))
