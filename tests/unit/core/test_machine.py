@@ -27,6 +27,7 @@ from swansongd.core.events import (
     FlushFailed,
     FlushProgress,
     Log,
+    Mark,
     NoticeRaised,
     Prune,
     RunRead,
@@ -239,13 +240,15 @@ def test_two_sources_make_one_evacuation_with_the_earlier_deadline() -> None:
 
 
 def test_a_deadline_never_moves_later() -> None:
-    """Another sighting may bring the deadline nearer only."""
+    """Another sighting may bring the deadline nearer only, which the timeline shows."""
     story = Story()
     first = story.notice(in_s=100)
     story.notice(in_s=150)
     assert story.evacuation.deadline_mono_s == first.deadline_mono_s
     nearer = story.notice(in_s=50)
     assert story.evacuation.deadline_mono_s == nearer.deadline_mono_s
+    (moved,) = [mark for mark in story.all(Mark) if mark.phase == "deadline_moved"]
+    assert dict(moved.facts)["seconds_left"] == 50.0
 
 
 def test_a_notice_may_become_more_severe() -> None:

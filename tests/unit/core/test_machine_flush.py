@@ -278,7 +278,10 @@ def test_bytes_that_were_not_sent_are_not_measured() -> None:
 
 
 def test_the_background_limit_is_not_taken_for_the_bandwidth() -> None:
-    """A flush at the limit only shows a lower bound; one far below the limit shows the store."""
+    """A flush at the limit only shows a lower bound; one far below the limit shows the store.
+
+    The time of a flush that began before the notice includes time at the limit.
+    """
     story = Story(background_limit_bytes_per_s=50 * MIB)
     story.seal(1, size_bytes=1000 * MIB)
     sends(story, 50 * MIB, 5)
@@ -288,6 +291,8 @@ def test_the_background_limit_is_not_taken_for_the_bandwidth() -> None:
     story.notice(in_s=100)
     sends(story, 200 * MIB, 4 * BANDWIDTH_MEMORY_S)
     assert story.state.learned.bandwidth_bytes_per_s == pytest.approx(200 * MIB, rel=0.1)
+    story.flushed()
+    assert story.state.learned.pace.send_s_per_byte is None
 
 
 def test_a_short_drop_of_bandwidth_does_not_end_the_wait_for_the_trainer() -> None:
