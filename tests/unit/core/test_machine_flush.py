@@ -267,13 +267,17 @@ def test_a_slow_start_does_not_lower_the_bandwidth() -> None:
 
 
 def test_bytes_that_were_not_sent_are_not_measured() -> None:
-    """A set that is stored already, or referenced, shows nothing about the link."""
+    """A set that is stored already, or referenced, shows nothing about the link, nor does a small one."""
     story = Story()
     story.seal(1, size_bytes=10_000 * MIB)
     story.now += 0.1
     flight = story.flight
     story.tell(FlushProgress(flight.flush_id, 9_999 * MIB, 0))
     story.tell(Flushed(flight.flush_id, (), bytes_referenced=9_999 * MIB, bytes_sent=MIB))
+    assert story.state.learned.bandwidth_bytes_per_s is None
+    story = Story()
+    story.seal(1, size_bytes=3 * MIB)
+    sends(story, MIB, 2)
     assert story.state.learned.bandwidth_bytes_per_s is None
 
 
