@@ -250,6 +250,17 @@ def test_a_restart_confuses_no_sets() -> None:
 
 
 @pytest.mark.fault("X09")
+def test_a_restarted_daemon_trusts_a_set_that_it_found_before_a_failure() -> None:
+    """Only a set from the time without a daemon may have been sealed after the failure."""
+    after = trained().restarted()
+    after.join(step=5, start_id="first")
+    after.read_gpus(GpuHealth.OK, GpuHealth.OK)
+    after.seal(6, start_id="first")
+    after.read_gpus(GpuHealth.LOST, GpuHealth.OK)
+    assert not after.state.staging.suspect
+
+
+@pytest.mark.fault("X09")
 @pytest.mark.parametrize("is_retried", [True, False])
 def test_a_doubtful_commit_whose_reply_was_lost_stays_doubtful(is_retried: bool) -> None:
     """The next life of the daemon reads it from the bucket, and a later start has loaded it.
