@@ -9,7 +9,7 @@ import math
 import random
 import struct
 import tempfile
-from collections import namedtuple
+from collections import defaultdict, namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +159,8 @@ def test_an_object_without_a_state_dict_is_refused_at_once() -> None:
     """The error is raised when the script starts, not at a notice."""
     with pytest.raises(TypeError, match="state_dict"):
         Bundle({"thing": object()})
+    with pytest.raises(TypeError, match="weights is a read-only array"):
+        Bundle({"weights": np.broadcast_to(np.zeros(1), (3,))})
 
 
 def test_containers_and_arrays_are_restored_in_their_place(tmp_path: Path) -> None:
@@ -167,7 +169,14 @@ def test_containers_and_arrays_are_restored_in_their_place(tmp_path: Path) -> No
     def script() -> dict[str, Any]:
         inner = [np.zeros(2), {"n": 0}]
         return {
-            "table": {"inner": inner, "old": 1, "grows": np.zeros(1)},
+            "table": {
+                "inner": inner,
+                "old": 1,
+                "grows": np.zeros(1),
+                "pair": (inner[0], np.zeros(1)),
+            },
+            "counts": defaultdict(int, {(0, 0): 1}),
+            "fixed": {"read-only": np.broadcast_to(np.zeros(1), (3,))},
             "log": [inner[0], 1],
             "weights": np.zeros((2, 2)),
         }
@@ -177,14 +186,21 @@ def test_containers_and_arrays_are_restored_in_their_place(tmp_path: Path) -> No
     before["table"]["inner"][1]["n"] = 7
     del before["table"]["old"]
     before["table"]["grows"] = np.ones(3)
+    before["table"]["pair"][1][0] = 4
+    before["counts"][np.int64(1), np.int64(0)] += 5
+    before["fixed"]["read-only"] = np.broadcast_to(np.ones(1), (3,))
     before["log"].append((2, "three"))
     before["weights"] += np.eye(2)
     state_of(before, None, None).snapshot()(tmp_path)
-    inner, weights = after["table"]["inner"], after["weights"]
+    inner, weights, pair = after["table"]["inner"], after["weights"], after["table"]["pair"]
     state_of(after, None, None).load(tmp_path)
     assert inner[0].tolist() == [1.5, 1.5]
     assert inner[1] == {"n": 7}
-    assert after["table"].keys() == {"inner", "grows"}
+    assert after["table"].keys() == {"inner", "grows", "pair"}
+    assert pair[1].tolist() == [4.0]
+    assert after["counts"] == {(0, 0): 1, (1, 0): 5}
+    assert after["counts"]["of a new key"] == 0, "no defaultdict any more"
+    assert after["fixed"]["read-only"].tolist() == [1.0] * 3
     assert after["table"]["grows"].tolist() == [1.0, 1.0, 1.0]
     assert after["log"][1:] == [1, (2, "three")]
     assert weights.tolist() == [[1.0, 0.0], [0.0, 1.0]]

@@ -126,6 +126,7 @@ class Odd(nn.Module):
         self.register_buffer("nothing", None)
         self.register_buffer("small", torch.randn(4).to(torch.float8_e4m3fn))
         self.register_buffer("mask", torch.rand(5) > 0.5)
+        self.register_buffer("expanded", torch.randn(2, 1).expand(2, 3))
         self.extra = seed
 
     def get_extra_state(self) -> Any:
@@ -137,7 +138,7 @@ class Odd(nn.Module):
 
 
 def test_unusual_entries_are_restored(tmp_path: Path) -> None:
-    """Tied, complex, float8, empty, scalar, transposed and parametrised tensors, and extra state."""
+    """Tied, complex, float8, empty, scalar, expanded and parametrised tensors, and extra state."""
     before = Odd(1)
     directory = save_part(TrainingState(before), tmp_path)
     after = Odd(2)
@@ -155,6 +156,9 @@ def test_unusual_entries_are_restored(tmp_path: Path) -> None:
     assert torch.equal(load_weights(directory)["head.weight"], before.head.weight), "a tied one"
     assert torch.equal(after.passing, passing)
     assert "passing" not in wanted
+    before.expanded = torch.tensor([[1.0, 1.0, 1.0], [2.0, 2.0, 3.0]])
+    with pytest.raises(ValueError, match="other values"):
+        TrainingState(after).load(save_part(TrainingState(before), tmp_path / "other"))
 
 
 class Refused(torch.Tensor):

@@ -401,6 +401,22 @@ def test_values_that_cannot_be_saved_are_named() -> None:
     state.values["when"] = object()
     with pytest.raises(TypeError, match=r"values\['when'\]"):
         state.snapshot()
+    state.values["when"] = np.ma.masked_array([1, 2], mask=[True, False])
+    with pytest.raises(TypeError, match=r"values\['when'\] is a numpy.ma.MaskedArray"):
+        state.snapshot()
+
+
+def test_numbers_of_numpy_are_keys(tmp_path: Path) -> None:
+    """A table by state and action, with a value of any kind for each key, is restored."""
+    table = {(np.int64(n), np.int64(n % 2)): np.full(2, n) for n in range(3)}
+    state = TrainingState(nn.Linear(1, 1), table=table)
+    state.rehearse()
+    directory = save_part(state, tmp_path)
+    expected = {key: value.tolist() for key, value in table.items()}
+    table.clear()
+    state.load(directory)
+    assert {key: value.tolist() for key, value in table.items()} == expected
+    assert {type(part) for key in table for part in key} == {np.int64}
 
 
 class Held:

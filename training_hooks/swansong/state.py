@@ -17,6 +17,7 @@ import random
 import re
 import struct
 import sys
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,8 @@ GENERATORS = "swansong-generators.json"
 """Name of the file with the global generators, beside the files of a save function."""
 _ARRAY_NAME = re.compile(r"^array-\d{5,9}\.npy$")
 _WAY_OUT = "keep it out of the state, turn it into arrays and plain values, or give attach() save= and load="
+_DICTS = (dict, OrderedDict, defaultdict, Counter)
+"""The types of which a content is a dict, and that keep their own type when it is put back."""
 _PLAIN_MAX = 64
 """A longer tuple in the state of a generator consists of words of 32 bits."""
 _TORCH = "pass the objects of PyTorch in a swansong.torch.TrainingState"
@@ -457,7 +460,9 @@ class Container:
             ValueError: the array has another shape or type than the one that was saved.
         """
         if _filled(self._item, content) is not self._item:
-            raise ValueError("the saved array has another shape or type")
+            raise ValueError(
+                "the saved array has another shape or type, or the elements of this one cannot be written"
+            )
 
 
 @dataclass(frozen=True)
@@ -490,7 +495,7 @@ def _filled(target: Any, value: Any) -> Any:
 
     Containers and arrays stay the same objects, because the script may have further references to them.
     """
-    if type(target) is type(value) is dict:
+    if type(target) in _DICTS and type(value) is dict:
         restored = {key: _filled(target.get(key), each) for key, each in value.items()}
         target.clear()
         target.update(restored)
@@ -499,12 +504,17 @@ def _filled(target: Any, value: Any) -> Any:
         before = [*target, *(None for _ in value)]
         target[:] = [_filled(*pair) for pair in zip(before, value, strict=False)]
         return target
+    if type(target) is type(value) is tuple and len(target) == len(value):
+        return tuple(map(_filled, target, value))
     if not (_is_array(target) and type(target) is type(value)):
         return value
     if (target.shape, target.dtype) != (value.shape, value.dtype):
         return value
-    # A tensor whose gradient is computed can be changed only without its history.
-    (target.detach() if hasattr(target, "detach") else target)[...] = value
+    try:
+        # A tensor whose gradient is computed can be changed only without its history.
+        (target.detach() if hasattr(target, "detach") else target)[...] = value
+    except (RuntimeError, ValueError):  # expanded, made in torch.inference_mode(), or read-only
+        return value
     return target
 
 
@@ -520,14 +530,18 @@ def by_name(state: Mapping[str, Any]) -> dict[str, Any]:
 
     A dict, a list, an array or a tensor becomes a :class:`Container`, a generator a :class:`RandomSource`.
     """
-    for name in state:
+    for name, item in state.items():
         if not isinstance(name, str):
             raise TypeError(f"state= has the key {name!r}; names must be strings")
+        if _is_array(item) and not getattr(getattr(item, "flags", None), "writeable", True):
+            raise TypeError(
+                f"{name} is a read-only array, which cannot be restored in its place: put it into a dict"
+            )
     return {name: _stateful(item) for name, item in state.items()}
 
 
 def _stateful(item: Any) -> Any:
-    if type(item) in (dict, list) or _is_array(item):
+    if type(item) in (*_DICTS, list) or _is_array(item):
         return Container(item)
     return RandomSource.of(item) or item
 

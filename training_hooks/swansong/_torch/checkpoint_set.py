@@ -213,9 +213,17 @@ def _read_region(stored: StoredTensor, target: torch.Tensor, theirs: tuple[slice
             whole = torch.empty_like(target, memory_format=torch.contiguous_format)
         stored.read_into(whole)
         if whole is not target:
-            target.copy_(whole)
+            _copy(whole, target)
     else:
-        target.copy_(stored.read()[theirs])
+        _copy(stored.read()[theirs], target)
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a tensor, also into an expanded one, whose elements share memory: they must get equal values."""
+    once = tuple(slice(0, None if stride else 1) for stride in target.stride())
+    target[once].copy_(source[once])
+    if target[once].shape != target.shape and not torch.equal(target, source.to(target.device)):
+        raise ValueError(f"an expanded tensor of the shape {tuple(target.shape)} has other values")
 
 
 def read_parts(

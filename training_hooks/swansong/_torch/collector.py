@@ -69,8 +69,12 @@ class Collector:
         return encode_tree(value, path, self._put)
 
     def _put(self, value: Any, key: str) -> Any:
+        if key in self.entries:  # numbers of numpy among the keys of one dict
+            key = f"{key} {len(self.entries)}"
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
+            if isinstance(value, numpy.ma.MaskedArray):
+                return None  # a tensor has no mask
             is_array = isinstance(value, numpy.ndarray)
             try:
                 tensor = torch.from_numpy(numpy.array(value))
