@@ -166,12 +166,13 @@ def _show(args: argparse.Namespace, status: DaemonStatus) -> int:
 
 def committed_text(status: DaemonStatus) -> str:
     """The newest whole commit, and what else a verdict needs to be understood."""
-    commit = status.last_commit
-    committed = (
-        f"generation {commit.generation} step {commit.step} is committed"
-        if commit
-        else "nothing is committed"
-    )
+    commit, last = status.last_commit, status.last_verdict
+    if commit is not None:
+        committed = f"generation {commit.generation} step {commit.step} is committed"
+    elif status.verdict is not None and last is not None:
+        committed = last.reason  # the store may have a commit, if it could not be read
+    else:
+        committed = "no commit is known"
     if status.part:
         committed += f"; {part_of(status.part)}"
     return committed + newer_generation(status)
