@@ -190,6 +190,15 @@ def test_a_link_in_the_directory_is_not_followed(
     assert tree(outside) == ({} if plant == "directory" else {"victim": b"as before"})
 
 
+def test_a_directory_that_cannot_be_looked_up_is_an_error(
+    store: FileStore, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As one that this user may not search: a line that names it, and no traceback."""
+    commit(store, FILES, step=100)
+    assert exported(store, tmp_path, "--to", str(tmp_path / ("n" * 300))) == 15
+    assert "File name too long" in capfd.readouterr().err
+
+
 def test_a_damaged_manifest_is_passed_over(store: FileStore, tmp_path: Path) -> None:
     """As by a restore: the newest whole commit is exported, and with a step and no other commit none is."""
     commit(store, FILES, step=100)

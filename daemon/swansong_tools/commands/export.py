@@ -150,7 +150,7 @@ class _Fetched:
 
         here = self.here
         options = ReadOptions(connections=here.connections, stop=here.stop, progress=moved)
-        with RestoreTarget(directory, extends=directory.exists()) as target:
+        with RestoreTarget(directory, extends=os.path.exists(directory)) as target:
             fetch(
                 here.store,
                 here.keys,

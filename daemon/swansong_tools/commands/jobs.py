@@ -8,6 +8,8 @@ from pathlib import Path
 
 from swansongd.config.config import DEFAULT_PATH
 
+from swansong_tools.doctor.installation import exists
+
 
 def other_jobs(config: Path) -> list[Path]:
     """The configurations of the other jobs; empty for a configuration in another place.
@@ -19,5 +21,5 @@ def other_jobs(config: Path) -> list[Path]:
     own = Path(os.path.abspath(config))
     if own == DEFAULT_PATH:
         return jobs
-    first = [DEFAULT_PATH] if DEFAULT_PATH.exists() else []
+    first = [DEFAULT_PATH] if exists(DEFAULT_PATH) else []
     return [*first, *(job for job in jobs if job != own)] if own in jobs else []

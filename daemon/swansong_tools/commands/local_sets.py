@@ -48,10 +48,10 @@ def find(config: Config, store_url: str, newest: CommitRef | None) -> LocalSets:
         StagingError: staging belongs to another user than that of this process, or cannot be read.
     """
     run_directory = config.staging.path / config.run.name
-    if not run_directory.is_dir():
-        return LocalSets()
     own = run_directory / OWN_DIRECTORY
     try:
+        if not run_directory.is_dir():
+            return LocalSets()
         owner = own.stat().st_uid if own.is_dir() else os.geteuid()
         if owner != os.geteuid():
             raise StagingError(

@@ -121,7 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             _note(problem)
         if error.hint:
             _note(error.hint)
-        if not args.config.exists():
+        from swansong_tools.doctor.installation import exists  # noqa: PLC0415 - as in _note()
+
+        if not exists(args.config):
             _note_other_jobs(args.config, args.command)
         return error.exit_code
     except SwansongError as error:

@@ -29,6 +29,7 @@ from swansong_tools.commands.configuring import configured, is_example
 from swansong_tools.commands.run_processes import supervised
 from swansong_tools.commands.run_supervisor import Supervisor
 from swansong_tools.doctor.fixes import WRITTEN_BY_RUN
+from swansong_tools.doctor.installation import exists
 
 NOTES = """\
 The trainer gets SWANSONG_SOCKET, resumes from the newest commit, and is restarted after a failure.
@@ -104,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         fix = f"remove --store and --staging, and set store.url and staging.path in {args.config}"
         raise ConfigError([f"--config: excludes --store and --staging (got both); {fix}"])
     config = None
-    if is_chosen or (not is_own and args.config.exists()):
+    if is_chosen or (not is_own and exists(args.config)):
         config = load(args.config)
         if not is_chosen and not _answers(config, is_required=not is_example(args.config)):
             config = None

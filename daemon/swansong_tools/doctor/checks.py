@@ -47,6 +47,7 @@ from swansong_tools.doctor.installation import (
     Options,
     ask_nothing,
     daemon_account,
+    exists,
     own_account,
 )
 
@@ -123,7 +124,7 @@ def _installation(
         config = load(path)
     except ConfigError as error:
         fix = fixes.edit(path)
-        if not path.exists():
+        if not exists(path):
             source = Path(swansongd.__file__).with_name("swansong.example.toml")
             make = f"install -D -m 0644 {fixes.quoted(source)} {fixes.quoted(path)}"
             fix = fixes.then(fixes.as_root(make), fixes.restart())

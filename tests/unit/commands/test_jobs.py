@@ -6,10 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from swansong_tools.commands import jobs, main
+from swansong_tools.commands import jobs, local_sets, main
 from swansong_tools.commands.view.once import print_status
+from swansongd.config.config import load
 
+from testkit.as_user import OUTSIDER, as_user
 from testkit.committed import configuration
+from testkit.other_users import needs_root
 from testkit.status_picture import status
 
 
@@ -51,3 +54,25 @@ def test_a_command_for_no_job_names_the_jobs_of_the_vm(
     assert f"other job of this VM: {command}status" in capfd.readouterr().err
     assert main.main(["--config", str(first), "doctor"]) == 12
     assert f"other job: sudo {command}doctor" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["status", "ls", "doctor", "run"])
+def test_a_configuration_that_cannot_be_looked_up_is_an_error(
+    command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As in a directory that this user may not search: a line that names it, and no traceback."""
+    path = tmp_path / ("n" * 300)
+    words = ["--", "true"] if command == "run" else []
+    assert main.main(["--config", str(path), command, *words]) in (2, 12)
+    shown = "".join(capfd.readouterr())
+    assert f"reading {path} failed: File name too long" in shown
+
+
+@needs_root
+def test_a_staging_directory_that_another_user_may_not_search_is_an_error(tmp_path: Path) -> None:
+    """``swansong restore --local`` must not take it for an empty one, and raises nothing else."""
+    config = load(configuration(tmp_path))
+    (tmp_path / "staging").mkdir(mode=0o700)
+    answer = as_user(OUTSIDER, lambda: local_sets.find(config, "file:///store", None), groups=())
+    assert answer.startswith("StagingError: ")
+    assert "cannot be read: Permission denied" in answer
