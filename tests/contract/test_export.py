@@ -190,6 +190,17 @@ def test_a_link_in_the_directory_is_not_followed(
     assert tree(outside) == ({} if plant == "directory" else {"victim": b"as before"})
 
 
+def test_no_file_is_renamed_into_another_directory_tree(store: FileStore, tmp_path: Path) -> None:
+    """The directory may be a mount point: its parent, on another file system, stays unchanged."""
+    commit(store, FILES, step=100)
+    to = tmp_path / "mounts" / "exported"
+    to.mkdir(parents=True)
+    before = to.parent.stat().st_mtime_ns
+    assert exported(store, tmp_path, "--to", str(to)) == 0
+    assert tree(to) == FILES
+    assert to.parent.stat().st_mtime_ns == before
+
+
 def test_a_directory_that_cannot_be_looked_up_is_an_error(
     store: FileStore, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

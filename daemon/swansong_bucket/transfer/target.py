@@ -251,7 +251,10 @@ class RestoreTarget:
             The chunks that the journal names.  The caller must read them back and verify them.
         """
         with self._errors():
-            if self._parent_fd < 0:
+            if self._extends:
+                # In the destination, which may be a mount point: a rename stays on its file system.
+                self._parent_fd = openat.open_directory(self.destination, owners={os.geteuid()})
+            elif self._parent_fd < 0:
                 os.makedirs(self.destination.parent, exist_ok=True)
                 self._parent_fd = openat.open_directory(self.destination.parent)
             self._discard()
@@ -349,9 +352,7 @@ class RestoreTarget:
     def _move_files(self) -> None:
         """Move each file into the existing destination, where it appears whole."""
         partial_fd = self._files_fd
-        self._files_fd = openat.open_directory(
-            self.destination.name, dir_fd=self._parent_fd, owners={os.geteuid()}
-        )
+        self._files_fd = os.dup(self._parent_fd)
         try:
             self._directories.clear()
             for path in self._writing:
