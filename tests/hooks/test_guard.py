@@ -265,6 +265,18 @@ def test_a_withdrawn_request_is_forgotten(
     assert daemon.sealed() == []
 
 
+def test_a_step_that_does_not_advance_is_reported_once(
+    guard: swansong.Guard, counter: Counter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A script that reports its epoch at each batch would save nothing until the next epoch."""
+    train(guard, counter, 1, 5)
+    assert not caplog.records
+    for _ in range(20):
+        guard.step(5)
+    (record,) = caplog.records
+    assert "was called again with step 5" in record.message
+
+
 @pytest.mark.fault("N09", "T07")
 def test_the_same_request_is_answered_again_and_not_saved_twice(
     daemon: FakeDaemon, guard: swansong.Guard, counter: Counter

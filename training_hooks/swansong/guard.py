@@ -53,6 +53,8 @@ LEAVE_PATIENCE_S = 10.0
 _LOOK_S = 0.05
 ROLLBACKS = 3
 """Default number of rollbacks in a row that return to no newer step."""
+_REPEATS = 3
+"""Repeated steps after which a warning is logged."""
 UNRECORDED_STEPS = 1000
 """Without a daemon, steps between two looks for one."""
 
@@ -142,6 +144,8 @@ class Guard:
         """Step of the end of the run that was restored or saved."""
         self._polls = 0
         self._has_polled_early = False
+        self._repeats = 0
+        """Calls of :meth:`step` with the step of the one before."""
         self._closed = False
         self._is_opening = True
         self._is_prepared = False
@@ -206,8 +210,8 @@ class Guard:
             self._observe_step()
             if agreement.step < 0:
                 self._started_alone(max(0, int(step) - 1))
-        if step < agreement.step:
-            self._started_alone(max(0, int(step) - 1))
+        if step <= agreement.step:
+            self._did_not_advance(int(step))
         health = self._health
         health.loss = loss
         health.metrics = metrics
@@ -659,6 +663,19 @@ class Guard:
             step,
         )
         return False
+
+    def _did_not_advance(self, step: int) -> None:
+        if step < self._agreement.step:
+            self._started_alone(max(0, step - 1))
+            return
+        self._repeats += 1
+        # The first one may be a script that counts from the step that it has resumed.
+        if self._repeats == _REPEATS:
+            log.warning(
+                "guard.step() was called again with step %d: a checkpoint request waits for a greater step;"
+                " call it once per optimizer step, without a number or with that of completed steps",
+                step,
+            )
 
     def _started_alone(self, step: int) -> None:
         """Train from a state that the script has created or loaded itself."""
