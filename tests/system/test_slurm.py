@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -70,6 +71,15 @@ class Job:
     def is_in(self, state: str) -> bool:
         return self._slurm.run("squeue", "-h", "-j", self.id, "-t", "all", "-o", "%T") == state
 
+    def doctor(self) -> dict[str, dict[str, str]]:
+        """The findings of the command of the page in the job, by the name of the check."""
+        found = re.search(r"`swansong (--config .+) doctor` checks", PAGE.read_text())
+        assert found
+        path = f"XDG_STATE_HOME=/var/tmp/$USER PATH={BIN}:/usr/bin:/bin"
+        command = f"{path}; export PATH; swansong {found[1]} doctor --json || true"
+        output = self._slurm.run("srun", "--overlap", f"--jobid={self.id}", "sh", "-c", command)
+        return {each["name"]: each for each in json.loads(output)}
+
     def start_on(self, node: str) -> None:
         """Start the requeued job on this node now, instead of after two minutes."""
         self._slurm.run("scontrol", "update", f"JobId={self.id}", "StartTime=now")
@@ -106,3 +116,20 @@ def test_the_job_moves_between_nodes_and_loses_no_step(slurm: Slurm) -> None:
     until(lambda: job.is_in("CANCELLED"), what="the end", every_s=0.1)
     saved = [int(step) for step in job.found(r"SAFE: generation \d+ step (\d+)", 3)]
     assert saved == sorted(saved)
+
+
+@pytest.mark.timeout(120)
+def test_doctor_in_the_job_finds_that_slurm_may_not_requeue_it(slurm: Slurm) -> None:
+    """The user of the job may run its fix, which changes the running job."""
+    slurm.start_jobs_on("node1")
+    job = Job(slurm)
+    job.found(r'"step": 10,', 1)
+    names = ("Slurm requeue", "Slurm step", "Slurm KillWait")
+    found = job.doctor()
+    assert {name: found[name]["level"] for name in names} == dict.fromkeys(names, "ok")
+
+    slurm.run("scontrol", "update", f"JobId={job.id}", "Requeue=0")
+    found = job.doctor()
+    assert {name for name in names if found[name]["level"] != "ok"} == {"Slurm requeue"}
+    slurm.run(*found["Slurm requeue"]["fix"].partition("#")[0].split())
+    assert job.doctor()["Slurm requeue"]["level"] == "ok"
