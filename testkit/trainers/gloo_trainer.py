@@ -6,6 +6,7 @@ Every optimizer step adds one to each weight, so the step determines the restore
 fresh run; its restart does not die again.
 With ``--bad-from N --bad-rank K`` the loss of that rank, and with it the mean loss, is NaN from step N on;
 after the second such step all ranks roll back together.
+With ``--stop-after-save`` the ranks end with code 75 after the checkpoint of a notice.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("--die-node", type=int, default=-1)
     parser.add_argument("--bad-from", type=int, default=sys.maxsize)
     parser.add_argument("--bad-rank", type=int, default=-1)
+    parser.add_argument("--stop-after-save", action="store_true")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     model = torch.nn.Linear(100, 10, bias=False)
@@ -66,7 +68,9 @@ def main() -> None:
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
     state = DyingState(ddp, optimizer)
-    guard = swansong.attach(state, every_steps=options.every_steps)
+    guard = swansong.attach(
+        state, every_steps=options.every_steps, stop_after_save=options.stop_after_save
+    )
     first = guard.restore()
     if first == 0 and os.environ["GROUP_RANK"] == str(options.die_node):
         state.step_to_die_in = options.die_in_save
@@ -76,7 +80,7 @@ def main() -> None:
     inputs = torch.ones(1, 100)
     is_bad_here = dist.get_rank() == options.bad_rank
     bad_from, step = options.bad_from, first
-    while step < options.steps:
+    while step < options.steps and not guard.should_stop:
         pause.wait(0.02)
         step += 1
         factor = math.nan if is_bad_here and step >= bad_from else 1.0
@@ -95,6 +99,8 @@ def main() -> None:
             assert weights == [float(step)], weights
     guard.close()
     dist.destroy_process_group()
+    if guard.should_stop:
+        sys.exit(swansong.EXIT_SAVED)
 
 
 if __name__ == "__main__":

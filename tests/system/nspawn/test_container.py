@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from swansong import EXIT_SAVED
 
 from testkit import REPOSITORY, TRAINERS
 from testkit.clouds import Aws, Bucket
+from testkit.netns.cluster import Cluster, Machine
 from testkit.nspawn import build
 from testkit.nspawn.build import Layer
 from testkit.podman import TOOLS, Podman
@@ -31,6 +33,7 @@ DAEMON, TRAINER = "my-run-swansongd", "my-run-trainer"
 NOT_IN_THE_BASE = ("boot", "usr/lib/modules", "usr/lib/udev", "usr/share/perl", "var/cache")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 UID = 10001
+PYTHON = "/opt/swansong/bin/python -u"
 
 
 def build_image(podman: Podman, base: Layer, sources: Path) -> None:
@@ -136,66 +139,127 @@ def test_a_stopped_pod_is_safe(podman: Podman, bucket: Bucket, aws: Aws, tmp_pat
     assert second["step"] > verdict["step"]
 
 
-def job_pod(job: dict[str, Any], number: int, files: Path, *options: str) -> str:
-    """A pod as the controller of the Job creates it, with a small trainer and its options.
+def job_pod(template: dict[str, Any], name: str, files: Path, script: str, command: str) -> str:
+    """A pod as the controller of a Job creates it, with a small trainer.
 
     Args:
+        template: of the pods, in the Job.
         files: a directory with the store of all pods and the firmware's name of the cloud.
+        script: the command of the trainer in the template.
+        command: the command of the small trainer.
     """
     # podman gives an emptyDir of one name to all pods.
-    text = json.dumps(job["spec"]["template"]["spec"]).replace('"state"', f'"state-{number}"')
+    text = json.dumps(template["spec"]).replace('"state"', f'"state-{name}"')
     spec: dict[str, Any] = json.loads(text)
     (container,) = spec["containers"]
-    command = " ".join(container["command"])
-    witness = "/opt/swansong/bin/python -u /srv/witness.py --step-delay-s 0.02 --stop-after-save"
-    for old, new in {"s3://my-bucket/prefix": "file:///store", "python train.py": witness}.items():
-        assert command.count(old) == 1, old
-        command = command.replace(old, new)
-    container |= {"image": "localhost/swansong:latest", "command": [*command.split(), *options]}
+    words = " ".join(container["command"])
+    for old, new in {"s3://my-bucket/prefix": "file:///store", script: command}.items():
+        assert words.count(old) == 1, old
+        words = words.replace(old, new)
+    container |= {
+        "name": "trainer",
+        "image": "localhost/swansong:latest",
+        "command": words.split(),
+    }
     mounts = {"/store": files / "store", "/srv": TRAINERS, "/sys/class": files / "class"}
-    for name, (inside, path) in enumerate(mounts.items()):
-        container["volumeMounts"].append({"name": f"test-{name}", "mountPath": inside})
-        spec["volumes"].append({"name": f"test-{name}", "hostPath": {"path": str(path)}})
-    return yaml.safe_dump(
-        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"job-{number}"}, "spec": spec}
-    )
+    for number, (inside, path) in enumerate(mounts.items()):
+        container["volumeMounts"].append({"name": f"test-{number}", "mountPath": inside})
+        spec["volumes"].append({"name": f"test-{number}", "hostPath": {"path": str(path)}})
+    metadata = {"name": name, **template.get("metadata", {})}
+    return yaml.safe_dump({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A directory with a store and the firmware's name of the cloud, for all pods."""
+    (tmp_path / "class" / "dmi" / "id").mkdir(parents=True)
+    (tmp_path / "class" / "dmi" / "id" / "sys_vendor").write_text("Amazon EC2\n")
+    (tmp_path / "store").mkdir()
+    os.chown(tmp_path / "store", UID, UID)
+    return tmp_path
+
+
+def saved_step(podman: Podman, container: str) -> int:
+    """The step of the verdict that the pod has ended with."""
+    assert exit_code(podman, container) == EXIT_SAVED
+    lines = podman.follow(container, "stderr")
+    lines.drained()
+    return int(re.findall(r"SAFE: generation \d+ step (\d+)", "\n".join(lines.raw))[-1])
 
 
 @pytest.mark.fault("H03")
-def test_pods_of_a_job_continue_each_other(podman: Podman, aws: Aws, tmp_path: Path) -> None:
+def test_pods_of_a_job_continue_each_other(podman: Podman, aws: Aws, files: Path) -> None:
     """A pod that is stopped, or has a notice, ends with 75, and the next pod resumes at that step elsewhere.
 
     The pod of a finished run ends with 0, so that the Job is complete.
     """
     job = yaml.safe_load((REPOSITORY / "packer" / "container" / "job.yaml").read_text())
-    (tmp_path / "class" / "dmi" / "id").mkdir(parents=True)
-    (tmp_path / "class" / "dmi" / "id" / "sys_vendor").write_text("Amazon EC2\n")
-    (tmp_path / "store").mkdir()
-    os.chown(tmp_path / "store", UID, UID)
+    template = job["spec"]["template"]
 
-    def start(number: int, *options: str) -> Lines:
-        (tmp_path / "pod.yaml").write_text(job_pod(job, number, tmp_path, *options))
-        podman.run("kube", "play", str(tmp_path / "pod.yaml"))
-        return podman.follow(f"job-{number}-trainer")
+    def start(name: str, *options: str) -> Lines:
+        command = " ".join(
+            [PYTHON, "/srv/witness.py --step-delay-s 0.02 --stop-after-save", *options]
+        )
+        (files / "pod.yaml").write_text(job_pod(template, name, files, "python train.py", command))
+        podman.run("kube", "play", str(files / "pod.yaml"))
+        return podman.follow(f"{name}-trainer")
 
-    def saved_step(number: int) -> int:
-        """The step of the verdict that the pod has ended with."""
-        name = f"job-{number}-trainer"
-        assert exit_code(podman, name) == EXIT_SAVED
-        lines = podman.follow(name, "stderr")
-        lines.drained()
-        return int(re.findall(r"SAFE: generation \d+ step (\d+)", "\n".join(lines.raw))[-1])
-
-    start(0).wait(step=20)
+    start("job-0").wait(step=20)
     podman.run("pod", "stop", "job-0")
-    step = saved_step(0)
+    step = saved_step(podman, "job-0-trainer")
 
-    trainer = start(1)
+    trainer = start("job-1")
     trainer.wait(event="resumed", from_step=step)
     trainer.wait(step=step + 20)
     aws.notice(in_s=60)
-    step = saved_step(1)
+    step = saved_step(podman, "job-1-trainer")
 
     aws.withdraw()
-    start(2, "--steps", str(step + 20), "--finish").wait(event="resumed", from_step=step)
+    start("job-2", "--steps", str(step + 20), "--finish").wait(event="resumed", from_step=step)
     assert exit_code(podman, "job-2-trainer") == 0
+
+
+@pytest.mark.fault("H03", "N09")
+def test_a_stopped_pod_of_a_jobset_ends_the_others(podman: Podman, files: Path) -> None:
+    """SIGTERM to one of two pods, each on its own node, ends both with 75 at one step, where both resume."""
+    torch = pytest.importorskip("torch")
+    jobset = yaml.safe_load((REPOSITORY / "packer" / "container" / "jobset.yaml").read_text())
+    (job,) = jobset["spec"]["replicatedJobs"]
+    template = job["template"]["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    del container["ports"]  # podman refuses them with hostNetwork
+    settings = {each["name"]: each for each in container["env"]}
+    settings["PET_NPROC_PER_NODE"]["value"] = "1"
+    container["env"] += [
+        {"name": "PYTHONPATH", "value": "/torch"},
+        {"name": "GLOO_SOCKET_IFNAME", "value": "eth0"},
+    ]
+    container["volumeMounts"].append({"name": "torch", "mountPath": "/torch"})
+    packages = Path(torch.__file__).parents[1]
+    template["spec"]["volumes"].append({"name": "torch", "hostPath": {"path": str(packages)}})
+    command = f"{PYTHON} -m torch.distributed.run /srv/gloo_trainer.py --stop-after-save"
+
+    with ExitStack() as started:
+        cluster = Cluster(files, started)
+        nodes = [Machine(number, files, cluster.store, started) for number in (0, 1)]
+        settings["PET_MASTER_ADDR"]["value"] = nodes[0].address
+
+        def start(name: str) -> list[Lines]:
+            """Start both pods of the JobSet."""
+            for index, node in enumerate(nodes):
+                annotations = {"batch.kubernetes.io/job-completion-index": str(index)}
+                template["metadata"] = {"annotations": annotations}
+                pod = job_pod(template, f"{name}-{index}", files, "torchrun train.py", command)
+                (files / "pod.yaml").write_text(pod)
+                with node.namespace.inside():
+                    podman.run("kube", "play", str(files / "pod.yaml"))
+            return [podman.follow(f"{name}-{index}-trainer") for index in (0, 1)]
+
+        start("first")[1].wait(180, step=5)
+        podman.run("pod", "stop", "first-1")
+        step = saved_step(podman, "first-1-trainer")
+        assert saved_step(podman, "first-0-trainer") == step
+
+        for trainer in start("next"):
+            assert trainer.wait(180, event="resumed", from_step=step)["world"] == 2
+            trainer.wait(step=step + 1)

@@ -8,6 +8,11 @@ import re
 import kubernetes_validate
 import pytest
 import yaml
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
+from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import (
+    TrainerV1alpha1TrainingRuntime,
+)
 from swansong import EXIT_SAVED
 from swansong_bucket.config.values import duration
 from swansong_bucket.errors import ConfigError, FencedError, Unreachable
@@ -18,8 +23,12 @@ from swansongd.config.config import DeadlineConfig
 
 from testkit import REPOSITORY
 
-MANIFEST = yaml.safe_load((REPOSITORY / "packer" / "container" / "job.yaml").read_text())
+CONTAINERS = REPOSITORY / "packer" / "container"
+MANIFEST = yaml.safe_load((CONTAINERS / "job.yaml").read_text())
 JOB = MANIFEST["spec"]
+JOBSET = yaml.safe_load((CONTAINERS / "jobset.yaml").read_text())
+(NODES,) = JOBSET["spec"]["replicatedJobs"]
+"""The job of the JobSet, with a pod for each node."""
 VERDICTS = {**EXIT_BY_VERDICT, Verdict.SAFE: EXIT_SAVED}.values()
 """Exit codes of ``swansong run`` after a notice."""
 
@@ -28,6 +37,42 @@ VERDICTS = {**EXIT_BY_VERDICT, Verdict.SAFE: EXIT_SAVED}.values()
 def test_the_schema_of_kubernetes_accepts_the_job(version: str) -> None:
     """A field that the schema does not know is refused, too."""
     kubernetes_validate.validate(MANIFEST, version, strict=True)
+
+
+def test_the_schemas_of_jobset_and_trainer_accept_the_jobset() -> None:
+    """Also as the runtime of the page; a field that a schema does not know is refused, too."""
+    page = (REPOSITORY / "docs" / "trainers" / "kubernetes.md").read_text()
+    runtime, train_job = yaml.safe_load_all(page.split("```yaml")[1].split("```")[0])
+    assert runtime["spec"]["template"] == {"spec": "..."}
+    runtime["spec"]["template"]["spec"] = JOBSET["spec"]
+    for schema, resource in (
+        (JobsetV1alpha2JobSet, JOBSET),
+        (TrainerV1alpha1TrainingRuntime, runtime),
+        (TrainerV1alpha1TrainJob, train_job),
+    ):
+        known = schema.from_dict(resource)
+        assert known is not None
+        assert known.to_dict() == resource
+
+
+def test_the_job_of_the_jobset_is_the_job_on_several_nodes() -> None:
+    """It has the rules, the pod and the command of the Job, and torchrun finds the first pod."""
+    job = NODES["template"]["spec"]
+    kubernetes_validate.validate({**MANIFEST, "spec": job}, "1.29", strict=True)
+    assert job["podFailurePolicy"] == JOB["podFailurePolicy"]
+    pod, alone = job["template"]["spec"], JOB["template"]["spec"]
+    (container,), (other,) = pod["containers"], alone["containers"]
+    assert pod == {**alone, "dnsPolicy": "ClusterFirstWithHostNet", "containers": [container]}
+    assert container["command"] == [*other["command"][:-2], "torchrun", other["command"][-1]]
+    changed = ("name", "command", "env", "ports")
+    assert container == {**other, **{key: container[key] for key in changed}}
+
+    assert container["env"][: len(other["env"])] == other["env"]
+    values = {each["name"]: each.get("value") for each in container["env"]}
+    assert int(values["PET_NNODES"]) == job["completions"] == job["parallelism"]
+    name = JOBSET["metadata"]["name"]
+    assert values["PET_MASTER_ADDR"] == f"{name}-{NODES['name']}-0-0.{name}"
+    assert int(values["PET_MASTER_PORT"]) == container["ports"][0]["containerPort"]
 
 
 @pytest.mark.parametrize(
