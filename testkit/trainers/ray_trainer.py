@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training function of docs/trainers/ray.md with two workers; it appends JSON lines to a file.
 
-    python ray_trainer.py ADDRESS STEPS DIRECTORY
+    python ray_trainer.py ADDRESS STEPS DIRECTORY [EVERY_STEPS]
     python ray_trainer.py alone STEPS DIRECTORY
 
+With EVERY_STEPS, it saves at that interval, and Train restarts the workers once after a failure.
 ``alone`` trains without Ray and without a daemon.  All ranks draw the same numbers, so the weights are the
 same to the bit.
 """
@@ -36,7 +37,11 @@ def train(config: dict[str, Any]) -> None:
     if not config["alone"]:
         model = prepare_model(model)
     optimizer = torch.optim.Adam(model.parameters())
-    guard = swansong.attach(TrainingState(model, optimizer), socket=config["socket"])
+    guard = swansong.attach(
+        TrainingState(model, optimizer),
+        socket=config["socket"],
+        every_steps=config["every_steps"],
+    )
     start = guard.restore()
     emit(rank=rank, resumed=start, socket=os.environ.get("SWANSONG_SOCKET"))
     pause = threading.Event()
@@ -55,11 +60,12 @@ def train(config: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    address, steps, directory = sys.argv[1:]
+    address, steps, directory, *interval = sys.argv[1:]
     alone = address == "alone"
     config = {
         "alone": alone,
         "steps": int(steps),
+        "every_steps": int(interval[0]) if interval else None,
         "log": f"{directory}/train.jsonl",
         "pause_s": 0.0 if alone else 0.05,
         "socket": f"{directory}/no-daemon.sock" if alone else None,
@@ -72,7 +78,11 @@ def main() -> None:
         train,
         train_loop_config=config,
         scaling_config=ray.train.ScalingConfig(num_workers=2, resources_per_worker={"slot": 1}),
-        run_config=ray.train.RunConfig(storage_path=directory, name="run"),
+        run_config=ray.train.RunConfig(
+            storage_path=directory,
+            name="run",
+            failure_config=ray.train.FailureConfig(max_failures=len(interval)),
+        ),
     ).fit()
 
 

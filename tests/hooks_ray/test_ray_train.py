@@ -18,7 +18,7 @@ import pytest
 import swansong
 
 from testkit import REPOSITORY, TRAINERS
-from testkit.rig import Vm
+from testkit.rig import Process, Vm
 from testkit.waiting import until
 
 PYTHON = os.environ.get("SWANSONG_RAY_PYTHON", str(REPOSITORY / "build" / "ray" / "bin" / "python"))
@@ -56,6 +56,12 @@ def python(*arguments: str) -> str:
     ).stdout
 
 
+def program(ray: str, head: str) -> str:
+    """The program of the page, for this head."""
+    (text,) = re.findall(r"```sh\n(#!/bin/sh.*?)```", PAGE.read_text(), re.DOTALL)
+    return str(text).replace("/opt/ray/bin/ray", ray).replace("ray-head:6379", head)
+
+
 class Cluster:
     """A head without workers and three nodes, each with a daemon and room for one worker.
 
@@ -84,10 +90,10 @@ class Cluster:
         for index, vm in enumerate(self.nodes, 1):
             vm.start_daemon()
             self._ray_start(index, f"--address={self.address}", '--resources={"slot": 1}')
-        until(lambda: len(self.ids()) == 4, timeout_s=120, what="all nodes", every_s=1)
-        ids = self.ids()
-        for index, vm in enumerate(self.nodes, 1):
-            self._install(vm, ids[f"127.0.0.{index + 2}"])
+            # One after the other: a raylet ends if its agents are not up within 30 s.
+            name = f"127.0.0.{index + 2}"
+            until(lambda name=name: name in self.ids(), timeout_s=120, what=name, every_s=1)
+            self._install(vm, self.ids()[name])
 
     def _ray_start(self, index: int, *options: str) -> None:
         vm = self.vms[index]
@@ -107,17 +113,24 @@ class Cluster:
 
     def _install(self, vm: Vm, node_id: str) -> None:
         """Install the program of the page."""
-        found = re.search(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)
-        assert found
         (vm.disk / "ray-node").write_text(node_id)
-        program = vm.disk / "drain.sh"
-        program.write_text(
-            found[1]
-            .replace("/opt/ray/bin/ray", RAY)
-            .replace("ray-head:6379", self.address)
-            .replace("/etc/swansong", str(vm.disk))
+        drain = vm.disk / "drain.sh"
+        drain.write_text(program(RAY, self.address).replace("/etc/swansong", str(vm.disk)))
+        drain.chmod(0o755)
+
+    def train(self, *interval: str) -> Process:
+        """Start the job on two of the nodes, and wait for its first steps."""
+        driver = self.head.spawn(
+            [PYTHON, TRAINER, self.address, str(STEPS), str(self.directory), *interval],
+            **ENVIRONMENT,
         )
-        program.chmod(0o755)
+        until(lambda: self.records("step"), timeout_s=240, what="the first steps", every_s=0.1)
+        return driver
+
+    def vm_of(self, rank: int) -> Vm:
+        """The VM on which this rank was started first."""
+        first = next(record for record in self.records("resumed") if record["rank"] == rank)
+        return next(vm for vm in self.nodes if str(vm.socket) == first["socket"])
 
     def records(self, key: str) -> list[dict[str, Any]]:
         """The lines of the workers that have this key, in their order."""
@@ -133,17 +146,18 @@ def cluster() -> Iterator[Cluster]:
         yield Cluster(Path(directory), started)
 
 
-def test_a_notice_moves_the_job_to_another_node(cluster: Cluster, tmp_path: Path) -> None:
-    """Train restarts on undrained nodes from a commit, and trains to the same weights as without a notice."""
+@pytest.fixture
+def expected(tmp_path: Path) -> str:
+    """The digest of the weights without an interruption."""
     python(TRAINER, "alone", str(STEPS), str(tmp_path))
-    expected = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[-1])["digest"]
+    last = (tmp_path / "train.jsonl").read_text().splitlines()[-1]
+    return str(json.loads(last)["digest"])
 
-    driver = cluster.head.spawn(
-        [PYTHON, TRAINER, cluster.address, str(STEPS), str(cluster.directory)], **ENVIRONMENT
-    )
-    until(lambda: cluster.records("step"), timeout_s=120, what="the first steps", every_s=0.1)
-    first = {record["rank"]: record["socket"] for record in cluster.records("resumed")}
-    notified = next(vm for vm in cluster.nodes if str(vm.socket) == first[1])
+
+def test_a_notice_moves_the_job_to_another_node(cluster: Cluster, expected: str) -> None:
+    """Train restarts on undrained nodes from a commit, and trains to the same weights as without a notice."""
+    driver = cluster.train()
+    notified = cluster.vm_of(rank=1)
     answer = notified.swansong("notify", "--in", "60s", "--wait")
     assert answer.returncode == 0, answer.stderr
     assert "SAFE" in answer.stdout
@@ -153,4 +167,25 @@ def test_a_notice_moves_the_job_to_another_node(cluster: Cluster, tmp_path: Path
     assert len(resumed) == 4
     assert min(record["resumed"] for record in resumed[2:]) > 0
     assert str(notified.socket) not in {record["socket"] for record in resumed[2:]}
+    assert [record["digest"] for record in cluster.records("digest")] == [expected, expected]
+
+
+def test_a_node_that_dies_moves_the_job_to_another_node(cluster: Cluster, expected: str) -> None:
+    """Without a notice, all workers resume from the newest commit, and train to the same weights."""
+    driver = cluster.train("20")
+    lost = cluster.vm_of(rank=1)
+    assert lost.daemon is not None
+    committed = lost.daemon.lines.wait(event="committed")
+    lost.power_off()
+    until(
+        lambda: len(cluster.records("resumed")) == 4, timeout_s=240, what="the restart", every_s=0.1
+    )
+    commits = cluster.directory / "store" / "run" / "commits" / "00000001"
+    newest = max(int(step.name) for step in commits.iterdir())
+    assert newest >= committed["step"]
+    resumed = cluster.records("resumed")[2:]
+    assert [record["resumed"] for record in resumed] == [newest, newest]
+    assert str(lost.socket) not in {record["socket"] for record in resumed}
+
+    assert driver.wait(240) == 0
     assert [record["digest"] for record in cluster.records("digest")] == [expected, expected]
