@@ -56,6 +56,15 @@ def python(*arguments: str) -> str:
     ).stdout
 
 
+def live_nodes(head: str) -> dict[str, str]:
+    """The ID of each live node by its address; empty before the head answers."""
+    try:
+        found: dict[str, str] = json.loads(python("-c", NODES, head))
+    except subprocess.CalledProcessError:
+        return {}
+    return found
+
+
 def program(ray: str, head: str) -> str:
     """The program of the page, for this head."""
     (text,) = re.findall(r"```sh\n(#!/bin/sh.*?)```", PAGE.read_text(), re.DOTALL)
@@ -86,14 +95,19 @@ class Cluster:
         port = self.address.partition(":")[2]
         self._ray_start(0, "--head", f"--port={port}", "--include-dashboard=false",
                         f"--temp-dir={directory}/ray")  # fmt: skip
-        until(self.ids, timeout_s=120, what="the head")
+        until(lambda: live_nodes(self.address), timeout_s=120, what="the head")
         for index, vm in enumerate(self.nodes, 1):
             vm.start_daemon()
             self._ray_start(index, f"--address={self.address}", '--resources={"slot": 1}')
             # One after the other: a raylet ends if its agents are not up within 30 s.
             name = f"127.0.0.{index + 2}"
-            until(lambda name=name: name in self.ids(), timeout_s=120, what=name, every_s=1)
-            self._install(vm, self.ids()[name])
+            until(
+                lambda name=name: name in live_nodes(self.address),
+                timeout_s=120,
+                what=name,
+                every_s=1,
+            )
+            self._install(vm, live_nodes(self.address)[name])
 
     def _ray_start(self, index: int, *options: str) -> None:
         vm = self.vms[index]
@@ -102,14 +116,6 @@ class Cluster:
              "--num-gpus=0", "--object-store-memory=80000000", *options],
             SWANSONG_SOCKET=str(vm.socket), **ENVIRONMENT,
         )  # fmt: skip
-
-    def ids(self) -> dict[str, str]:
-        """The ID of each live node by its address; empty before the head answers."""
-        try:
-            found: dict[str, str] = json.loads(python("-c", NODES, self.address))
-        except subprocess.CalledProcessError:
-            return {}
-        return found
 
     def _install(self, vm: Vm, node_id: str) -> None:
         """Install the program of the page."""
@@ -162,7 +168,7 @@ def test_a_notice_moves_the_job_to_another_node(cluster: Cluster, expected: str)
     assert answer.returncode == 0, answer.stderr
     assert "SAFE" in answer.stdout
 
-    assert driver.wait(240) == 0
+    assert driver.wait(240) == 0, "\n".join(driver.lines.raw[-30:])
     resumed = cluster.records("resumed")
     assert len(resumed) == 4
     assert min(record["resumed"] for record in resumed[2:]) > 0
@@ -187,5 +193,5 @@ def test_a_node_that_dies_moves_the_job_to_another_node(cluster: Cluster, expect
     assert [record["resumed"] for record in resumed] == [newest, newest]
     assert str(lost.socket) not in {record["socket"] for record in resumed}
 
-    assert driver.wait(240) == 0
+    assert driver.wait(240) == 0, "\n".join(driver.lines.raw[-30:])
     assert [record["digest"] for record in cluster.records("digest")] == [expected, expected]
