@@ -8,17 +8,19 @@ files are synced, so a line is only a hint: the bytes are read back and must mat
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from swansong_bucket.model import Chunk, CommitRef
 
-_VERSION = "swansong-restore-2"
+_VERSION = "swansong-restore-3"
 BYTES_MAX = 16 * 2**20
 """Room for 900,000 chunks; a larger journal is not read."""
 _NAME_CHARS = 16
+_ELSEWHERE = "-"
+"""End of the line of a chunk whose bytes did not come from the store."""
 
-Noted = frozenset[Chunk]
-"""The chunks that a journal names."""
+Noted = Mapping[Chunk, bool]
+"""The chunks that a journal names, each with whether its bytes came from the store."""
 
 
 def identity_of(run: str, ref: CommitRef, nodes: int) -> str:
@@ -26,9 +28,9 @@ def identity_of(run: str, ref: CommitRef, nodes: int) -> str:
     return f"{_VERSION} {hashlib.sha256(repr((run, ref, nodes)).encode()).hexdigest()}"
 
 
-def line(chunk: Chunk) -> bytes:
+def line(chunk: Chunk, *, is_of_store: bool) -> bytes:
     """The line for a chunk whose bytes are in their files."""
-    return f"{_name(chunk)}\n".encode()
+    return f"{_name(chunk)}{'' if is_of_store else _ELSEWHERE}\n".encode()
 
 
 def first_line(identity: str) -> bytes:
@@ -44,7 +46,12 @@ def parse(data: bytes, identity: str, chunks: Iterable[Chunk]) -> Noted | None:
     if first != identity:
         return None
     names = frozenset(rest[:-1])  # the text after the last line break is empty or a torn line
-    return frozenset(chunk for chunk in chunks if _name(chunk) in names)
+    named = ((chunk, _name(chunk)) for chunk in chunks)
+    return {
+        chunk: name in names
+        for chunk, name in named
+        if not names.isdisjoint((name, name + _ELSEWHERE))
+    }
 
 
 def _name(chunk: Chunk) -> str:

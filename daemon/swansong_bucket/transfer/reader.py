@@ -102,6 +102,8 @@ class PassResult:
     """Bytes that were copied from files on this machine."""
     from_mirror: Sequence[str]
     """Paths of the files with bytes that the store has lost or damaged, and the mirror had."""
+    is_of_store: bool
+    """All bytes came from the store, also those that an interrupted restore had fetched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +141,8 @@ class Reader:
         shards: Sequence[StoredShard],
         *,
         target: RestoreTarget,
-        noted: Noted = frozenset(),
-        local: Mapping[str, OpenLocal] | None = None,
+        noted: Noted,
+        local: Mapping[str, OpenLocal],
     ) -> PassResult:
         """Write the shards to the target, verified and recorded in its journal.
 
@@ -159,7 +161,7 @@ class Reader:
         ordered = sorted(shards, key=lambda s: (s.size_bytes > _SMALL_BYTES, -s.size_bytes))
         places = places_of(ordered)
         transfer = self._transfer(sum(shard.size_bytes for shard in shards))
-        reading = _Reading(self, transfer, places, target, noted=noted, local=dict(local or {}))
+        reading = _Reading(self, transfer, places, target, noted=noted, local=dict(local))
         tasks: list[Callable[[], None]] = [
             partial(reading.create, [shard.path for shard in ordered if not shard.extents])
         ]
@@ -170,6 +172,7 @@ class Reader:
             reused_bytes=reading.reused_bytes,
             local_bytes=reading.local_bytes,
             from_mirror=sorted(reading.from_mirror),
+            is_of_store=reading.is_of_store,
         )
 
     def _transfer(self, total_bytes: int) -> _Transfer:
@@ -384,6 +387,7 @@ class _Reading:
         self.reused_bytes = 0
         self.local_bytes = 0
         self.from_mirror: set[str] = set()
+        self.is_of_store = True
         self._lock = threading.Lock()
         self._chunks_left = Counter(
             path for each in self.places.values() for path in {place.path for place in each}
@@ -402,10 +406,13 @@ class _Reading:
         with self.transfer.chunk() as may_begin:
             if not may_begin:
                 return
-            if not self._is_in_target(chunk, places):
-                if not self._is_copied(chunk, places):
-                    self._fetch(chunk, places)
-                self.target.note(chunk)
+            if self._is_in_target(chunk, places):
+                is_of_store = self.noted[chunk]
+            else:
+                is_of_store = not self._is_copied(chunk, places) and self._fetch(chunk, places)
+                self.target.note(chunk, is_of_store=is_of_store)
+            if not is_of_store:
+                self.is_of_store = False
         paths = list(dict.fromkeys(place.path for place in places))
         with self._lock:
             self._chunks_left.subtract(paths)
@@ -468,7 +475,8 @@ class _Reading:
         finally:
             os.close(fd)
 
-    def _fetch(self, chunk: Chunk, places: Sequence[Place]) -> None:
+    def _fetch(self, chunk: Chunk, places: Sequence[Place]) -> bool:
+        """Fetch a chunk; False if the mirror had it, and not the store."""
         with closing(_Writer(self.target, places)) as writer:
             sink = _ChunkSink(chunk, self.transfer, writer.write)
             why = self.reader.fetch(chunk, sink)
@@ -479,6 +487,7 @@ class _Reading:
                 _log.warning("read_from_mirror", what=path, key=chunk.key, reason=why)
                 with self._lock:
                     self.from_mirror.update(place.path for place in places)
+            return not why
 
     def _hashing(self, chunk: Chunk) -> _ChunkSink:
         return _ChunkSink(chunk, self.transfer, _count_all)

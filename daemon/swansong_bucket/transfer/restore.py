@@ -99,6 +99,8 @@ class RestoreResult:
     """Newer commits that are damaged, and the reasons."""
     from_mirror: tuple[str, ...] = ()
     """Manifests, and files with bytes, that the store has lost or damaged and the mirror had."""
+    is_of_store: bool
+    """All manifests and bytes came from the store."""
 
 
 def restore(
@@ -159,6 +161,7 @@ def restore(
             local_bytes=done.local_bytes,
             skipped=tuple(skipped),
             from_mirror=(*from_mirror, *done.from_mirror),
+            is_of_store=done.is_of_store and not from_mirror,
         )
 
     with target:

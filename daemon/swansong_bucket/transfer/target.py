@@ -315,11 +315,11 @@ class RestoreTarget:
         with self._errors():
             return os.dup(self._files_fd)
 
-    def note(self, chunk: Chunk) -> None:
-        """Record that the bytes of this chunk are in their files."""
+    def note(self, chunk: Chunk, *, is_of_store: bool) -> None:
+        """Record that the bytes of this chunk are in their files, and whether they came from the store."""
         with self._errors():
             # In one write, so that threads do not mix lines; the reader skips a torn line.
-            os.write(self._journal_fd, journal.line(chunk))
+            os.write(self._journal_fd, journal.line(chunk, is_of_store=is_of_store))
         self._has_chunks = True
 
     def sync_at_publish(self) -> None:
@@ -379,7 +379,7 @@ class RestoreTarget:
         Directories of running restores and of other users stay untouched.  Returns the chunks in the journal;
         none if there is no such directory.
         """
-        taken: Noted = frozenset()
+        taken: Noted = {}
         for name in sorted(os.listdir(self._parent_fd)):
             match = _PARTIAL.fullmatch(name)
             if match is None or match[1] != self.destination.name:

@@ -158,6 +158,8 @@ def close_starts(transition: Transition, start_ids: Set[str]) -> None:
 def drop(transition: Transition, ids: Set[CheckpointId]) -> None:
     """Write no manifest for these sets."""
     commits = transition.state.commits
+    if not any(item.staged.id in ids for item in commits.stored):
+        return
     _note_dropped(transition, (item for item in commits.stored if item.staged.id in ids))
     left = tuple(item for item in commits.stored if item.staged.id not in ids)
     _put(transition, replace(transition.state.commits, stored=left))
@@ -187,6 +189,9 @@ def forget(transition: Transition) -> None:
 
 def reconcile(transition: Transition) -> None:
     """Write the manifests that are due, and look for the parts of the other VMs."""
+    wanted = staged_sets.wanted_of(transition.state)
+    if wanted is not None:
+        drop(transition, {item.staged.id for item in transition.state.commits.stored} - wanted)
     _look_for_parts(transition)
     _order_manifests(transition)
 

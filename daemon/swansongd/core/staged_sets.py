@@ -217,12 +217,9 @@ def forget(transition: Transition) -> None:
 
 def reconcile(transition: Transition) -> None:
     """Drop the sets that newer ones supersede, unless an evacuation or a restore may choose one of them."""
-    evacuation = transition.state.evacuation
-    if _may_load(transition.state):
+    wanted = wanted_of(transition.state)
+    if wanted is None:
         return
-    if evacuation is not None and not evacuation.is_precaution and evacuation.verdict is None:
-        return
-    wanted = _wanted(transition.state)
     superseded = [
         staged
         for staged in transition.state.uncommitted
@@ -254,8 +251,10 @@ def _may_load(state: State) -> bool:
     return not (start.parent.is_known or has_sealed)
 
 
-def _wanted(state: State) -> frozenset[CheckpointId]:
-    """The unsent sets that may still become a commit."""
+def wanted_of(state: State) -> frozenset[CheckpointId] | None:
+    """The sets that may still become a commit; None: an evacuation or a restore may choose any of them."""
+    if state.is_deciding or _may_load(state):
+        return None
     newest_first = state.uncommitted
     wanted = {staged.id for staged in newest_first[:NEWEST]}
     healthy = next((staged for staged in newest_first if is_healthy(staged.health)), None)
@@ -263,7 +262,9 @@ def _wanted(state: State) -> frozenset[CheckpointId]:
     wanted.update(staged.id for staged in (healthy, synced, state.pinned) if staged is not None)
     if state.flush.flight is not None:
         wanted.add(state.flush.flight.staged.id)
-    wanted.update(item.staged.id for item in state.commits.stored)
+    # The manifest of an older stored set is tried once: a store may refuse manifests, and take all chunks.
+    wanted.update(item.staged.id for item in state.commits.stored if item.is_asked)
+    wanted.update(sorted((i.staged.id for i in state.commits.stored), key=state.order)[-NEWEST:])
     wanted.update(state.answers)
     unplaced = (s for s in reversed(newest_first) if not _is_placed(state, s))
     wanted.update({staged.id.start: staged.id for staged in unplaced}.values())  # newest of each

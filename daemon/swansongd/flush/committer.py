@@ -54,7 +54,9 @@ _CLAIM_RETRY_S_MAX = 10.0
 _CLAIM_RETRY_EXPEDITED_S = 0.5
 _CLAIM, _COMMIT = "claim", "commit"
 """The operations that are reported to the health of the store."""
-_OBSOLETE = "another commit came first; chunks that only an earlier one names are sent"
+_OBSOLETE = (
+    "chunks that only an earlier commit names, or that no commit has named for too long, are sent"
+)
 
 _log = structlog.get_logger(__name__)
 
@@ -376,6 +378,7 @@ class Committer:
 
         staged = request.staged
         self._settle()
+        self._known.forget_prunable()
         if not self._known.holds(e.chunk for shard in request.shards for e in shard.extents):
             failed(_OBSOLETE, conflict=False, is_obsolete=True)
             return

@@ -42,8 +42,10 @@ CREATED_MAX = 400_000
 """Chunks without a commit that are remembered, and chunks of a commit: as many as a manifest can name."""
 FILE_BYTES_MAX = 128 * 2**20
 CREATED_S_MAX = 12 * 3600.0
-"""A chunk without a commit counts up to this age.  Prune may delete it after a day (``ORPHANS_AFTER_S_MIN``
-of the configuration), and the flush needs time, too."""
+"""A chunk without a commit counts up to this age when a flush begins.  Prune may delete it after a day
+(``ORPHANS_AFTER_S_MIN`` of the configuration), and the flush needs time, too."""
+PRUNE_MARGIN_S = 3600.0
+"""A manifest names no chunk that prune may delete within this time."""
 
 _SIZE = re.compile(r"0|[1-9][0-9]{0,9}")
 _NEWEST = re.compile(r"newest ([0-9]{1,8}) ([0-9]{1,12}) ([01])")
@@ -79,6 +81,7 @@ class KnownChunks:
         directory: the daemon's own directory in staging.
         run, store_url: a file of another run or store is ignored.
         is_data: whether a key is that of a chunk of the run.
+        orphans_after_s: age at which prune may delete a chunk that no commit names.
         boottime: the clock, which includes the time of a suspension.
     """
 
@@ -89,11 +92,13 @@ class KnownChunks:
         run: str,
         store_url: str,
         is_data: Callable[[str], bool],
+        orphans_after_s: float = 24 * 3600.0,
         boottime: Callable[[], float] = _boottime_s,
     ) -> None:
         self._directory = directory
         self._header = f"swansong-chunks-1 {run} {store_url}"
         self._is_data = is_data
+        self._orphans_after_s = orphans_after_s
         self._boottime = boottime
         self._lock = threading.Lock()
         self._newest: CommitRef | None = None
@@ -198,8 +203,15 @@ class KnownChunks:
 
         Otherwise a flush of more than 12 h would never end: it would send its oldest chunks again and again.
         """
+        self._forget_older(CREATED_S_MAX)
+
+    def forget_prunable(self) -> None:
+        """Forget chunks without a commit that prune may delete soon: a manifest may wait for days."""
+        self._forget_older(self._orphans_after_s - PRUNE_MARGIN_S)
+
+    def _forget_older(self, age_s: float) -> None:
         with self._lock:
-            before_boot_s = self._boottime() - CREATED_S_MAX
+            before_boot_s = self._boottime() - age_s
             self._forget(
                 [c for c, created in self._created_boot_s.items() if created < before_boot_s]
             )

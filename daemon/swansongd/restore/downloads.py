@@ -95,7 +95,7 @@ class Downloads:
         finally:
             self._end(download)
         self.from_mirror += len(result.from_mirror)
-        if not result.from_mirror and not result.local_bytes:  # else the store may have other bytes
+        if result.is_of_store:  # else the store may have other bytes
             self._context.fetched(result.ref, download.shards)
         here_bytes = result.reused_bytes + result.local_bytes
         self._context.post(DownloadEnded(result.size_bytes - here_bytes, here_bytes))

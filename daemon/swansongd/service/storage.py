@@ -140,6 +140,7 @@ class Storage:
             run=config.run.name,
             store_url=config.store.url,
             is_data=self.keys.is_data,
+            orphans_after_s=config.retention.orphans_after_s,
         )
         possession = Possession(self.backend, known, is_urgent=is_urgent, stop=stop)
         self.flush = FlushEngine(

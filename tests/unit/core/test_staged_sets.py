@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from swansong_bucket.model import CommitRef, Parent, Staged, Start
 from swansongd.core.events import (
+    CommitFailed,
     FlushFailed,
     FlushProgress,
     GenerationClaimed,
@@ -59,6 +60,24 @@ def test_an_outage_of_the_store_does_not_fill_the_disk() -> None:
     assert len(logged) == 18
     story.wait(60)
     story.store_all()
+    assert story.state.commits.last == CommitRef(2, 200)
+
+
+@pytest.mark.fault("O24")
+def test_a_store_that_refuses_manifests_does_not_fill_the_disk() -> None:
+    """All chunks of twenty sets are stored, and no manifest: neither the disk nor the list of them grows."""
+    story = Story(newest=CommitRef(1, 5))
+    story.join()
+    for step in range(10, 210, 10):
+        story.seal(step)
+        story.flushed()
+        for item in story.state.commits.stored:
+            if item.is_asked:
+                story.tell(CommitFailed(item.flush_id, "403", conflict=False))
+        story.wait(60)
+        assert len(story.state.commits.stored) <= NEWEST + 1
+    assert dropped_steps(story) == set(range(10, 190, 10))
+    story.committed()
     assert story.state.commits.last == CommitRef(2, 200)
 
 

@@ -8,6 +8,7 @@ import os
 import queue
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -69,7 +70,14 @@ class CommitterRig:
         self.own.mkdir()
         self.store = committed.file_store(self.bucket)
         self.events: queue.Queue[Observed] = queue.Queue()
-        self.known = KnownChunks(self.own, run="r", store_url=self.store.url, is_data=KEYS.is_data)
+        self.later_s = 0.0
+        self.known = KnownChunks(
+            self.own,
+            run="r",
+            store_url=self.store.url,
+            is_data=KEYS.is_data,
+            boottime=lambda: time.monotonic() + self.later_s,
+        )
         self.health: list[Health] = []
         self.reason = ""
         self.now = NOW
@@ -932,6 +940,21 @@ def test_a_set_that_names_chunks_of_an_older_commit_gets_no_manifest(rig: Commit
         rig.known.seed(CommitRef(1, 9), shards)
         committer.commit(request)
         assert isinstance(rig.next(), CommitDone)
+
+
+@pytest.mark.fault("G14")
+@pytest.mark.parametrize(("later_s", "is_obsolete"), [(22 * 3600.0, False), (24 * 3600.0, True)])
+def test_a_manifest_that_waited_for_a_day_names_no_old_chunk(
+    rig: CommitterRig, later_s: float, *, is_obsolete: bool
+) -> None:
+    """During an outage, or while the VM is suspended, prune may delete chunks that no manifest names."""
+    with rig.committer() as committer:
+        rig.claim(committer)
+        request = a_stored_request(rig)
+        rig.later_s = later_s
+        committer.commit(request)
+        outcome = rig.next()
+    assert (isinstance(outcome, CommitFailed) and outcome.is_obsolete) == is_obsolete
 
 
 def test_the_committer_continues_after_a_damaged_newest_commit(rig: CommitterRig) -> None:

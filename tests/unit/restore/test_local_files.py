@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from swansong_bucket.errors import StoreError
 from swansong_bucket.model import CommitRef
 from swansong_bucket.transfer.restore import RestoreResult
 from swansong_bucket.transfer.target import RestoredFile
@@ -22,6 +23,7 @@ from testkit.odd_store import OddStore
 from testkit.restore_rig import RestoreRig
 from testkit.staged import ME, seal_files
 from testkit.story import Story
+from testkit.waiting import until
 
 FILES = {
     "model.bin": random.Random(1).randbytes(5120),
@@ -103,6 +105,30 @@ def test_an_unchanged_file_serves_a_commit_of_another_step(vm: Vm) -> None:
     assert vm.store.given_bytes == 5120
     assert result.local_bytes == result.size_bytes - 5120
     assert committed.tree(result.path) == changed
+
+
+def test_bytes_that_were_copied_before_an_interruption_are_not_those_of_the_store(vm: Vm) -> None:
+    """The set is gone when the download continues: what it was copied from shows no more."""
+    changed = {**vm.content, "rank-00000/model.bin": random.Random(3).randbytes(5120)}
+    ref = vm.commit(200, changed)
+
+    def fail(*_: object) -> None:
+        (partial,) = vm.restored.glob(".*.partial-*")
+        copy = partial / "files/rank-00000/optimizer.bin"
+        until(
+            lambda: copy.is_file() and copy.read_bytes() == FILES["optimizer.bin"],
+            what="the copy of the unchanged file",
+        )
+        raise StoreError("the store failed")
+
+    vm.store.instead = fail
+    with pytest.raises(StoreError):
+        vm.fetch(ref)
+    vm.store.instead = lambda *_: None
+    scan.remove_set(vm.run.fd, vm.set.name)
+    vm.scan()
+    assert vm.fetch(ref).reused_bytes
+    assert vm.known == []
 
 
 def test_the_set_of_the_same_step_is_preferred(vm: Vm) -> None:

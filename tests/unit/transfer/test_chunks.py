@@ -137,8 +137,8 @@ def test_any_extents_reach_their_files_whatever_the_windows_are(
     options = ReadOptions(connections=2, progress=lambda *both: done.append(both))
     destination = tmp_path_factory.mktemp("any") / "to"
     with RestoreTarget(destination) as to:
-        to.begin("identity", shards, set_bytes=0)
-        Reader(store, options).read(shards, target=to)
+        noted = to.begin("identity", shards, set_bytes=0)
+        Reader(store, options).read(shards, target=to, noted=noted, local={})
         to.publish()
     assert tree(destination) == wanted
     assert chunk_reads(store) == len(places_of(shards))
