@@ -7,7 +7,7 @@ Three rules protect the commits of a run against a second VM, independent of clo
   compares the claim in the store with that of its writer.
 - Every key contains the generation.
 - A manifest is created and never replaced.  If the store refuses the create, the manifest is read back: with
-  the same nonce it is our own, and only the reply was lost.
+  the same nonce and shards it is our own, and only the reply was lost.
 
 A commit is reported only after the listing that readers use contains its manifest.
 """
@@ -346,9 +346,10 @@ def mark_suspect(store: ObjectStore, keys: RunKeys, manifest: Manifest) -> None:
 
 
 def _is_ours(store: ObjectStore, key: str, manifest: Manifest) -> bool:
-    """Whether the object is a manifest of the same set for the same key.
+    """Whether the object is this manifest, apart from informational fields.
 
-    Equal nonces are not enough: it can be a copy of the set's manifest from another generation.
+    Equal nonces are not enough: it can be a copy of the set's manifest from another generation, or name
+    chunks that the store has lost since, so that the set was stored again.
     """
     try:
         found = manifests.decode(store.get(key))
@@ -358,4 +359,5 @@ def _is_ours(store: ObjectStore, key: str, manifest: Manifest) -> bool:
 
 
 def _names(manifest: Manifest) -> tuple[object, ...]:
-    return manifest.nonce, manifest.run, manifest.ref, manifest.node, manifest.nodes
+    place = manifest.run, manifest.ref, manifest.node, manifest.nodes
+    return manifest.nonce, place, manifest.shards

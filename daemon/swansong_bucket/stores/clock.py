@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 from swansong_bucket.errors import Transient
+from swansong_bucket.stores.http.client import Response
 from swansong_bucket.util.http1 import http_date
 
 _VALID_S = 3600.0
@@ -58,13 +59,20 @@ class SigningClock:
         """The present time."""
         return datetime.now(UTC) + self._correction
 
-    def explains(self, signed: datetime, date: str) -> bool:
-        """Whether a signature was refused because of its time; the next one has the store's.
+    def answered(self, send: Callable[[datetime], Response]) -> Response:
+        """The response to a request, which is sent once more if its signature was refused for its time.
 
         Args:
-            signed: the time in the signature.
-            date: the Date header of the refusal.
+            send: signs the request with this time, and sends it.
         """
+        signed = self.now()
+        response = send(signed)
+        if response.status == 403 and self.explains(signed, response.headers.get("date", "")):
+            response = send(self.now())
+        return response
+
+    def explains(self, signed: datetime, date: str) -> bool:
+        """Whether the time in a signature differs from the store's date, which the next one has."""
         stated = http_date(date)
         if stated is None or abs(stated - signed) < _TOLERANCE:
             return False

@@ -130,7 +130,7 @@ def _next_token(page: ET.Element, found: int, what: str) -> str | None:
         what: what they are.
     """
     count = page.findtext("KeyCount")
-    if count is not None and decimal(count, "KeyCount", 0, _ELEMENTS_MAX) > found:
+    if count is not None and decimal(count, "KeyCount", _ELEMENTS_MAX) > found:
         raise BoundsError(f"KeyCount is {count}, and there are {found} {what}")
     is_truncated = page.findtext("IsTruncated", "").strip().lower()
     if is_truncated not in ("true", "false"):
@@ -140,11 +140,11 @@ def _next_token(page: ET.Element, found: int, what: str) -> str | None:
     return field(page, "NextContinuationToken", _TOKEN_CHARS_MAX)
 
 
-def decimal(value: Any, name: str, low: int, high: int) -> int:
+def decimal(value: Any, name: str, high: int) -> int:
     """Parse an integer in decimal notation."""
     if not _DECIMAL.fullmatch(text(value, name, 20)):
         raise BoundsError(f"{name} is {value!r:.40}, not a number")
-    return integer(int(value), name, low, high)
+    return integer(int(value), name, 0, high)
 
 
 def objects(response: Response, base: str, prefix: str) -> Page:
@@ -160,7 +160,7 @@ def objects(response: Response, base: str, prefix: str) -> Page:
     found = [
         ObjectInfo(
             _below(decoded(field(item, "Key", 3 * _KEY_CHARS_MAX)), base, prefix),
-            decimal(item.findtext("Size"), "Size", 0, BYTES_MAX),
+            decimal(item.findtext("Size"), "Size", BYTES_MAX),
             _object_age_s(item.findtext("LastModified") or "", now),
             _tag(item.findtext("ETag") or ""),
         )
@@ -188,7 +188,7 @@ def blobs(response: Response, base: str, prefix: str) -> Page:
     found = [
         ObjectInfo(
             _below(field(item, "Name", _KEY_CHARS_MAX), base, prefix),
-            decimal(item.findtext("Properties/Content-Length"), "Content-Length", 0, BYTES_MAX),
+            decimal(item.findtext("Properties/Content-Length"), "Content-Length", BYTES_MAX),
             _seconds_between(http_date(item.findtext("Properties/Last-Modified") or ""), now),
             _tag(item.findtext("Properties/Etag") or ""),
         )
@@ -296,7 +296,7 @@ def _json_info(item: Mapping[str, Any], key: str, now: datetime | None) -> Objec
     is_valid = isinstance(generation, str) and _DECIMAL.fullmatch(generation)
     return ObjectInfo(
         key,
-        decimal(item.get("size"), "size", 0, BYTES_MAX),
+        decimal(item.get("size"), "size", BYTES_MAX),
         _object_age_s(str(item.get("timeCreated", "")), now),
         generation if is_valid else "",
     )
@@ -336,7 +336,7 @@ def etag_of(headers: Mapping[str, str]) -> str:
 
 def length_of(headers: Mapping[str, str]) -> int:
     """The length in the response to a HEAD."""
-    return decimal(headers.get("content-length"), "Content-Length", 0, BYTES_MAX)
+    return decimal(headers.get("content-length"), "Content-Length", BYTES_MAX)
 
 
 def head_info(response: Response, key: str) -> ObjectInfo:

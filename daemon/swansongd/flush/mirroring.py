@@ -68,8 +68,6 @@ class Mirroring:
         connections: requests to the mirror at a time.
         limit_bytes_per_s: limit of the rate outside evacuations.
         budget_s: time for which one request is retried.
-        wall_s: wall clock in seconds since 1970.
-        monotonic: the clock.
     """
 
     def __init__(
@@ -84,15 +82,11 @@ class Mirroring:
         connections: int,
         limit_bytes_per_s: float | None = None,
         budget_s: float = CALL_BUDGET_S,
-        wall_s: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._state = state
         self._post = post
         self._stop = stop
         self._keys = keys
-        self._wall_s = wall_s
-        self._monotonic = monotonic
         self._budget_s = budget_s
         self._gate = Gate(stop, lambda: limits.may_mirror(state()))
         throttled = Throttled(
@@ -124,7 +118,7 @@ class Mirroring:
         self._shown = (MirrorState.STARTING, "")
         self._has_caught_up = False
         self._are_records_due = True
-        self._fence_due_mono_s = self._records_due_mono_s = monotonic()
+        self._fence_due_mono_s = self._records_due_mono_s = time.monotonic()
         self._wake = threading.Event()
 
     def start(self) -> None:
@@ -137,12 +131,12 @@ class Mirroring:
         with self._lock:
             lacking = filter(self._copier.lacks, manifest.chunks)
             size_bytes = sum(chunk.size_bytes for chunk in lacking)
-            self._waiting[place] = _Waiting(self._monotonic(), size_bytes)
+            self._waiting[place] = _Waiting(time.monotonic(), size_bytes)
         self._wake.set()
 
     def check_fence(self) -> None:
         """Look for a promotion now.  Returns immediately."""
-        self._fence_due_mono_s = self._monotonic()
+        self._fence_due_mono_s = time.monotonic()
         self._wake.set()
 
     def expedite(self) -> None:
@@ -150,7 +144,7 @@ class Mirroring:
         self._wake.set()
 
     def status(self) -> MirrorStatus:
-        now_mono_s = self._monotonic()
+        now_mono_s = time.monotonic()
         with self._lock:
             state, reason = self._shown
             if state is MirrorState.COPYING and self._gate.is_closed:
@@ -203,9 +197,9 @@ class Mirroring:
     def _round(self) -> None:
         """Do all that is due."""
         self._gate.wait()
-        if self._monotonic() >= self._fence_due_mono_s:
+        if time.monotonic() >= self._fence_due_mono_s:
             self._copier.check_fence()
-            self._fence_due_mono_s = self._monotonic() + FENCE_INTERVAL_S
+            self._fence_due_mono_s = time.monotonic() + FENCE_INTERVAL_S
         if not self._has_caught_up:
             self._catch_up()
             self._has_caught_up = True
@@ -213,10 +207,10 @@ class Mirroring:
             self._show(MirrorState.COPYING)
             self._copy(place)
         is_decided = self._is_decided()
-        if self._are_records_due or is_decided or self._monotonic() >= self._records_due_mono_s:
+        if self._are_records_due or is_decided or time.monotonic() >= self._records_due_mono_s:
             self._copier.copy_records()
             self._are_records_due = False
-            self._records_due_mono_s = self._monotonic() + RECORDS_INTERVAL_S
+            self._records_due_mono_s = time.monotonic() + RECORDS_INTERVAL_S
         self._show(MirrorState.OK)
 
     def _is_decided(self) -> bool:
@@ -245,7 +239,7 @@ class Mirroring:
         found = [commit for commit in absent if newest is None or commit.ref > newest]
         if newest is None:
             del found[1:]
-        since_mono_s = self._monotonic() - (self._age_s(found[-1]) if found else 0.0)
+        since_mono_s = time.monotonic() - (self._age_s(found[-1]) if found else 0.0)
         with self._lock:
             self._newest = newest
             for commit in found:
@@ -262,10 +256,10 @@ class Mirroring:
         except CorruptError:
             return 0.0
         created_s = wall.instant_s(manifest.created)
-        return 0.0 if created_s is None else max(0.0, self._wall_s() - created_s)
+        return 0.0 if created_s is None else max(0.0, time.time() - created_s)
 
     def _copy(self, place: ManifestPlace) -> None:
-        began_mono_s = self._monotonic()
+        began_mono_s = time.monotonic()
         bytes_before = self._copied_bytes
         self._current = place
         try:
@@ -293,7 +287,7 @@ class Mirroring:
             step=place.ref.step,
             chunks=result.chunks,
             size_bytes=result.size_bytes,
-            seconds=round(self._monotonic() - began_mono_s, 3),
+            seconds=round(time.monotonic() - began_mono_s, 3),
         )
 
     def _drop(self, place: ManifestPlace) -> None:

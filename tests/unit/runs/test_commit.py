@@ -28,6 +28,7 @@ from swansong_bucket.runs import catalog, commit
 from swansong_bucket.runs.signing import SigningKey, signed
 from swansong_bucket.stores.base import ObjectInfo, ObjectStore, Page
 
+from testkit.committed import named_shard
 from testkit.memory_store import MemoryStore
 from testkit.store_backends import retrying
 from testkit.waiting import in_threads
@@ -143,6 +144,16 @@ def test_a_start_whose_generation_was_overtaken_gets_no_other(store: MemoryStore
 
 
 @pytest.mark.fault("G02", "O08")
+@pytest.mark.fault("O62")
+def test_an_earlier_manifest_of_the_set_with_other_chunks_is_not_this_commit(
+    store: MemoryStore,
+) -> None:
+    """Its reply was lost, and then a chunk that it names: the set was stored again, which cures nothing."""
+    create(store, replace(a_manifest(), shards=(named_shard("model", 2500),)))
+    with pytest.raises(Exists):
+        create(store, replace(a_manifest(), shards=(named_shard("model", 2500, "again"),)))
+
+
 def test_a_commit_whose_reply_was_lost_is_ours(store: MemoryStore) -> None:
     """The retry is refused; the nonce is ours, so the commit succeeds, also a second time."""
     lose_a_reply(store)

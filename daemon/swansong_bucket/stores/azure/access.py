@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
 from email.utils import format_datetime
+from functools import partial
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -147,11 +148,7 @@ class AzureAccess:
         with named(f"{what} in {self._url}"):
             credentials = self._credentials.get()
             request = AzureRequest(method, path, parameters or {}, headers or {}, body, sink)
-            signed = self._signing.now()
-            response = _sent(self._wire, credentials, request, signed)
-            date = response.headers.get("date", "")
-            if response.status == 403 and self._signing.explains(signed, date):
-                response = _sent(self._wire, credentials, request, self._signing.now())
+            response = self._signing.answered(partial(_sent, self._wire, credentials, request))
             if response.status < 300:
                 self._credentials.accept(credentials)
                 return response

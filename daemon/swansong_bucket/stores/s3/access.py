@@ -173,11 +173,7 @@ class S3Access:
     def _exchange(self, request: S3Request) -> Response:
         route, credentials = self.route(), self._credentials.get()
         method = request.method
-        signed = self._signing.now()
-        response = _sent(route, credentials, request, signed)
-        date = response.headers.get("date", "")
-        if response.status == 403 and self._signing.explains(signed, date):
-            response = _sent(route, credentials, request, self._signing.now())
+        response = self._signing.answered(partial(_sent, route, credentials, request))
         if 200 <= response.status < 300:
             self._credentials.accept(credentials)
             return response
