@@ -238,8 +238,6 @@ class KnownChunks:
             if self._newest is None or self._newest <= ref:
                 self._newest, self._named = ref, named
             self._forget(named.values())
-            self._small = {d: e for d, e in self._small.items() if self._holds(e.chunk)}
-            self._seen = {c: e for c, e in self._seen.items() if self._holds(e.chunk)}
             self._rewrite()
 
     def superseded(self, ref: CommitRef) -> None:
@@ -262,10 +260,14 @@ class KnownChunks:
                 self._rewrite()
 
     def _forget(self, chunks: Iterable[Chunk]) -> None:
-        for chunk in list(chunks):
+        doomed = list(chunks)
+        for chunk in doomed:
             if self._created.get(chunk.digest) == chunk:
                 del self._created[chunk.digest]
                 self._created_boot_s.pop(chunk, None)
+        if doomed:
+            self._small = {d: e for d, e in self._small.items() if self._holds(e.chunk)}
+            self._seen = {c: e for c, e in self._seen.items() if self._holds(e.chunk)}
 
     # ------------------------------------------------------------------ the file, under the lock
 

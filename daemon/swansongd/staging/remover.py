@@ -58,6 +58,7 @@ class Remover:
 
     def _prune(self, directories: tuple[str, ...], *, keeps_aside: bool = False) -> None:
         refused: list[tuple[str, str]] = []
+        scan.remove_leftovers(self._run_fd)  # of a removal that an error of the disk has ended
         if not keeps_aside:
             scan.remove_set_aside(self._run_fd)
         for directory in directories:

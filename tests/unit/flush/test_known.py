@@ -309,3 +309,6 @@ def test_small_files_are_known_while_their_chunk_is(tmp_path: Path) -> None:
     assert opened(tmp_path).find(b"s" * 32) is None
     known.committed([whole_shard("y", CHUNKS[1])], CommitRef(1, 3))
     assert not known._small | known._seen, "they would add up over a year"
+    known.created(CHUNKS[2], {Extent(CHUNKS[2], 0, 1): knowns.SmallSums(9, b"t" * 32)})
+    known.distrust()
+    assert not known._small | known._seen, "they would add up while the store takes no manifest"

@@ -16,9 +16,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from swansong import openat
 from swansong_bucket.errors import StagingError
 from swansong_bucket.model import CheckpointId, CheckpointKind, Staged, StagedFile
+from swansongd.core.events import Prune
 from swansongd.staging import scan
+from swansongd.staging.remover import Remover
 
 from testkit.other_users import needs_root
 from testkit.staged import ME, write_files
@@ -324,6 +327,24 @@ def test_an_interrupted_removal_leaves_no_set(run: Path, monkeypatch: pytest.Mon
     assert visible(run) == []
     assert len(os.listdir(run / scan.OWN_DIRECTORY)) == 1
     scan.remove_leftovers(run)
+    assert os.listdir(run / scan.OWN_DIRECTORY) == []
+
+
+def test_the_rest_of_a_failed_removal_goes_with_the_next_one(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk error during a removal costs no space until the next start of the daemon."""
+    is_removed = threading.Event()
+    with openat.held(openat.open_directory(run)) as run_fd:
+        remover = Remover(run_fd, is_removed.set)
+        remover.start()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", lambda *_, **__: os.close(-1))
+            remover.submit(Prune(("set",)))
+            assert is_removed.wait(60)
+        is_removed.clear()
+        remover.submit(Prune(()))
+        assert is_removed.wait(60)
     assert os.listdir(run / scan.OWN_DIRECTORY) == []
 
 
