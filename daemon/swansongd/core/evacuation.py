@@ -8,7 +8,7 @@ import hashlib
 from swansong_bucket.model import DRILL, DRILL_ID, PEER_SOURCE, Notice, Verdict
 
 from swansongd.core import course, emergency, flight, notices, proof, request, verdict
-from swansongd.core.events import Rescan
+from swansongd.core.events import CheckFence, Rescan
 from swansongd.core.planner import Plan, PlanKind
 from swansongd.core.state import Evacuation, State
 from swansongd.core.transition import HOST_SOURCE, Transition
@@ -150,6 +150,10 @@ def _open(
         **_foreseen(plan, transition.state),
     )
     transition.do(Rescan())
+    if transition.state.commits.last_complete is None:
+        transition.do(
+            CheckFence()
+        )  # the VM that has taken the run over may have committed: that is not LOST
     if plan.kind is PlanKind.TAKE:
         emergency.make(transition)
 

@@ -67,6 +67,8 @@ def _may_stand(state: State) -> str:
     """Which whole commit may stand although this VM has seen none; empty if it is sure that none does."""
     if not state.commits.is_run_read:
         return "the store could not be read, and may have a whole checkpoint"
+    if state.starts.fenced_by is not None:
+        return f"generation {state.starts.fenced_by} may have committed"
     other = state.starts.predecessor
     if other is not None and other.newest is not None:
         return f"{other.newest} stands, by the VM that this one replaces"

@@ -21,6 +21,7 @@ from swansongd.core.evacuation import evacuation_id
 from swansongd.core.events import (
     CancelFlush,
     CheckComplete,
+    CheckFence,
     ClaimGeneration,
     CommitDone,
     CommitManifest,
@@ -163,12 +164,12 @@ def test_the_verdict_of_a_fenced_vm_improves_after_the_claim_of_its_next_start()
     node.begin("second")
     node.tell(FenceFound(4))
     node.notice(in_s=60)
-    assert node.final == ["LOST None"]
+    assert node.final == ["PARTIAL None"]
     assert not node.all(Request)
     node.tell(GenerationClaimed("second", 5, newest=None))
     node.agree(9)
     node.complete()
-    assert node.final == ["LOST None", "SAFE generation 5 step 9"]
+    assert node.final == ["PARTIAL None", "SAFE generation 5 step 9"]
 
 
 @pytest.mark.fault("G17")
@@ -450,7 +451,17 @@ def test_a_part_of_an_earlier_start_of_the_job_is_never_safe() -> None:
     node.commit_own_part()
     node.tell(FenceFound(4))
     node.wait(61)
-    assert node.final == ["LOST None"]
+    assert node.final == ["PARTIAL None"]
+
+
+def test_a_vm_that_its_job_has_left_behind_does_not_say_lost() -> None:
+    """It knows of no commit, and looks at its notice: the VMs that continue the run may have made one."""
+    node = started()
+    node.notice(in_s=60)
+    assert node.all(CheckFence)
+    node.tell(FenceFound(4))
+    node.wait(61)
+    assert node.final == ["PARTIAL None"]
 
 
 def test_looks_for_the_parts_of_other_vms_back_off() -> None:
@@ -739,7 +750,7 @@ def test_a_fenced_vm_concludes_a_notice_immediately() -> None:
     assert (node.status.state, node.status.newer_generation) == ("FENCED", 4)
     assert "generation 4" in status_line(node.state, node.now)
     node.notice(in_s=60)
-    assert node.final == ["LOST None"]
+    assert node.final == ["PARTIAL None"]
     assert "generation 4" in node.last(Conclude).reason
     assert not node.all(Request)
     assert node.last(Mark).evacuation_id
