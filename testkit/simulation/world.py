@@ -1620,6 +1620,7 @@ class World:
             raise Broken("I16: LOST, and the commits of the run were never read")
         may_be_none = conclusion.verdict in (Verdict.LOST, Verdict.NO_TRAINING) or is_unread
         may_be_none |= self.state.newest_ordered_of(self.state.commits.stored) is not None
+        may_be_none |= self.state.starts.fenced_by is not None
         if may_be_none and conclusion.commit is None:
             if self.state.commits.last is not None:
                 raise Broken(f"I16: {conclusion.verdict} without a commit, and a commit stands")
