@@ -247,11 +247,20 @@ def _record_outcome(
         record_if_committed(transition, request)
     elif unsound is not None:
         fail(transition, request, f"the sealed set is not sound: {unsound}")
-    elif (
-        request.lost_mono_s is not None
-        and event.started_mono_s >= request.lost_mono_s
-        and not (request.by_signal and event.pending)  # its last files may still have to settle
-    ):
+    elif request.lost_mono_s is not None and event.started_mono_s >= request.lost_mono_s:
+        _record_unanswered(transition, event, request)
+
+
+def _record_unanswered(
+    transition: Transition, event: events.Scanned, request: CheckpointRequest
+) -> None:
+    """The process ended without an answer; without hooks, the last set that it wrote may have to settle."""
+    settling = frozenset(event.pending if request.by_signal else ())
+    if request.settling is not None:  # the next process may write sets, too
+        settling &= request.settling
+    if settling:
+        _update(transition, replace(request, settling=settling))
+    else:
         fail(transition, request, "the trainer's process ended before it had sealed a checkpoint")
 
 

@@ -179,6 +179,8 @@ class CheckpointRequest:
     """The set that answers the request, once a scan has found it."""
     lost_mono_s: float | None = None
     """When a rank's process ended; a scan that began later decides whether it had sealed."""
+    settling: frozenset[str] | None = None
+    """Sets without hooks that the first scan after that found settling, and that have not settled since."""
     failure: str = ""
     is_unsent: bool = False
     """The signal was refused: no process got the request."""

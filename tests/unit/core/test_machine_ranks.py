@@ -324,6 +324,22 @@ def test_a_process_that_starts_during_the_evacuation_is_signalled_too() -> None:
     assert story.verdicts[-1].startswith("SAFE")
 
 
+def test_sets_of_the_next_process_do_not_hold_the_request_of_the_one_that_ended() -> None:
+    """The next process always has a set that settles: it is signalled once those before it have settled."""
+    story = Story(signals_trainer=True)
+    story.process("process-a", 900)
+    story.notice(in_s=60)
+    first = story.last(SignalTrainer).request_id
+    story.tell(SignalSent(first, 900))
+    story.tell(SignalledExited(first, 900))
+    story.process("process-b", 901)
+    story.tell(Scanned(story.now, (), pending=("checkpoint-8", "checkpoint-9")))
+    story.tell(Scanned(story.now, (), pending=("checkpoint-9", "checkpoint-10")))
+    assert len(story.all(SignalTrainer)) == 1, "checkpoint-9 may be the answer"
+    story.tell(Scanned(story.now, (), pending=("checkpoint-10",)))
+    assert story.last(SignalTrainer).request_id != first
+
+
 def test_a_process_that_starts_too_late_for_a_checkpoint_is_not_signalled() -> None:
     story = Story(signals_trainer=True)
     story.process("process-a", 900)
