@@ -44,14 +44,19 @@ def record_joined(transition: Transition, connection: int, rank: int) -> None:
 
 
 def record_accepted(transition: Transition, connection: int, request_id: str, step: int) -> None:
-    """A rank stands at the boundary after ``step`` and waits for the target."""
-    request = transition.waiting_request(request_id)
+    """A rank stands at the boundary after ``step`` and waits for the target.
+
+    After the request has failed, this still states the position of the training.
+    """
+    made = (*transition.state.requests_made, transition.state.requests.periodic)
+    request = next((each for each in made if each and each.request_id == request_id), None)
     trainer = transition.state.ranks.on(connection)
     if trainer is None or request is None:
         return
-    if request.target is not None:  # a rank that reconnected: the target is decided
-        target = protocol.Target(request_id, request.target)
-        transition.do(events.Send(target, (connection,)))
+    if request.target is not None:
+        if request.is_waiting:  # a rank that reconnected: the target is decided
+            target = protocol.Target(request_id, request.target)
+            transition.do(events.Send(target, (connection,)))
     elif trainer.rank in request.ranks:
         if trainer.rank not in request.accepted and not request.is_periodic:
             transition.mark("accepted", rank=trainer.rank, step=step)

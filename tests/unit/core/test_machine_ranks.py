@@ -340,6 +340,21 @@ def test_sets_of_the_next_process_do_not_hold_the_request_of_the_one_that_ended(
     assert story.last(SignalTrainer).request_id != first
 
 
+@pytest.mark.fault("T12")
+def test_a_late_acceptance_states_the_position() -> None:
+    """The rank answers after the request has failed, and the commit of its step stands: that is SAFE."""
+    story = Story()
+    for rank in (0, 1):
+        story.join(rank, rank=rank, ranks=2, step=5)
+    story.commit(5)
+    story.notice(in_s=30)
+    story.accept(5, connection=0)
+    story.wait(3.0)
+    assert story.all(Withdrawn)
+    story.accept(5, connection=1)
+    assert story.verdicts == ["SAFE generation 2 step 5"]
+
+
 def test_a_process_that_starts_too_late_for_a_checkpoint_is_not_signalled() -> None:
     story = Story(signals_trainer=True)
     story.process("process-a", 900)
