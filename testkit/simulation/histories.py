@@ -10,6 +10,7 @@ from functools import cache
 import structlog
 from swansong_bucket.model import GpuHealth, Severity, Verdict
 from swansongd.core import planner
+from swansongd.core.starts import WINDOW_S
 from swansongd.observe.margin import problem_of
 from swansongd.observe.tally import Figures
 
@@ -85,11 +86,19 @@ def _awaits_a_save(world: World, weather: random.Random) -> None:
 def _awaits_a_load(world: World, weather: random.Random) -> None:
     """The training starts again, often from an older state; run until just after it has loaded one."""
     weather.choice((_awaits_a_save, _awaits_a_twin, _awaits_a_twin))(world, weather)
+    if weather.random() < 0.5:
+        _awaits_a_commit(world, weather)
     world.restart_trainer(is_behind=weather.random() < 0.8)
     until_s = world.now + 5.0
     while world.trainer is not None and world.trainer.is_loading and world.now < until_s:
         world.run(world.now + 0.05)
     world.run(world.now + weather.choice((0.0, 0.1, 1.0)))
+
+
+def _awaits_a_commit(world: World, weather: random.Random) -> None:
+    """Run until the next set may be committed."""
+    _awaits_a_save(world, weather)
+    world.run(world.now + min(20.0, 1.0 + 2 * world.size_bytes / world.bandwidth))
 
 
 def _awaits_a_twin(world: World, weather: random.Random) -> None:
@@ -170,12 +179,22 @@ def honest(seed: int) -> World:
         world.run(world.now + weather.choice(SOON_S))
     world.is_calm_from_s = world.now
     _calm(world, weather)
-    may_crash = world.has_hooks and len(_recent_starts(world)) < CRASHES_MAX
+    if world.has_hooks and weather.random() < 0.15:
+        _crashes(world)
+    may_crash = len(_recent_starts(world)) < CRASHES_MAX
     restarts = weather.choice((0, 0, 0, 1, 2)) if may_crash else 0
     world.hangs = weather.choice((0, 0, 1, 2)) if world.has_hooks else 0
-    needed_s = _needed_s(world)
+    world.voids = weather.choice((0, 0, 1)) if world.has_hooks else 0
+    one_s = needed_s = _needed_s(world)
+    needed_s += world.voids * (one_s + AGAIN_S)
     needed_s += restarts * (3 * LOAD_S + 2 * world.boundary_s + AFTER_SAVE_S)
+    if not world.has_hooks:
+        needed_s += restarts * (world.save_s + 2 * SETTLE_S)
     needed_s += 2 * world.hangs * AGAIN_S
+    world.vanishes = world.has_hooks and weather.random() < 0.3
+    if not restarts and weather.random() < 0.2 and world.finishes():
+        world.hangs = world.voids = 0
+        world.run(world.now + weather.choice((0.0, 0.1, 1.0)))
     is_shutdown = not restarts and world.has_hooks and weather.random() < 0.3
     if is_shutdown:
         world.run(world.now + 1.5)  # a host that shuts down waits for no trainer to connect
@@ -264,12 +283,25 @@ def _happens(world: World, weather: random.Random) -> None:
         case 17 | 18:  # its last set has not settled yet
             _awaits_a_save(world, weather)
             world.restart_trainer(is_behind=weather.random() < 0.7)
-        case 19:  # a crash loop, with more starts than generations are claimed
-            for _ in range(9):
+        case 19:
+            _crashes(world)
+        case 20:  # an older process may connect before the training does
+            if world.has_hooks:
                 world.restart_trainer()
-                world.run(world.now + 1.5)
+                world.run(world.now + weather.choice((1.5, 4.0)))
+            else:
+                _awaits_a_twin(world, weather)
+                _awaits_a_save(world, weather)
+            world.stop_daemon()
         case _:
             world.rolls_back()
+
+
+def _crashes(world: World) -> None:
+    """The training starts again and again: more often than generations are claimed."""
+    for _ in range(9):
+        world.restart_trainer()
+        world.run(world.now + 1.5)
 
 
 def _calm(world: World, weather: random.Random) -> None:
@@ -286,6 +318,10 @@ def _calm(world: World, weather: random.Random) -> None:
     while any(notice.source == "gpu" for notice in world.state.notices.live.values()):
         world.run(world.now + 10.0)  # it stays in force for minutes, and its end comes first
     world.report_s, world.every_steps = report_s, every_steps
+    claims = [at_s for _, at_s in world.state.starts.claims if at_s > world.now - WINDOW_S]
+    trainer = world.trainer if len(claims) < CRASHES_MAX else None
+    if trainer and trainer.is_loading and trainer.launched_s < world.now - QUIET_S:
+        raise Broken(f"H: {trainer.start_id} has waited for its checkpoint since its start")
     if world.trainer is not None and world.trainer.process_id in world.suspect_starts:
         world.restart_trainer()
     if world.trainer is None:

@@ -48,7 +48,7 @@ SIMULATORS = {
 }
 """Those without a world are one of :data:`~testkit.simulation.histories.HISTORIES`."""
 MUTANTS = {
-    "core": ("core_mutants", {"live": 1, "honest": 2, "fleet": 16}),
+    "core": ("core_mutants", {"live": 1, "honest": 1, "reconnects": 2, "fleet": 4}),
     "production": ("production_mutants", {"production": 1}),
     "jobs": ("job_mutants", {"jobs": 1}),
     "adversary": ("adversary_mutants", {"adversary": 1}),

@@ -47,6 +47,7 @@ from swansongd.core.events import (
     Conclude,
     Event,
     Exit,
+    FenceFound,
     Flushed,
     FlushFailed,
     FlushProgress,
@@ -76,7 +77,7 @@ from swansongd.core.events import (
     TrainerProgress,
     TrainerSealed,
 )
-from swansongd.core.request_ids import FOLLOW_UP
+from swansongd.core.request_ids import FOLLOW_UP, evacuation_of
 from swansongd.core.state import Settings, StartState, State
 from swansongd.flush.claim_record import ClaimRecord
 from swansongd.restore.downloads import BUDGET_S
@@ -111,6 +112,8 @@ LOOK_S = 1.0
 """Interval at which the daemon looks up the process of a trainer without hooks."""
 LOAD_S = 2.0
 """Longest time to load a checkpoint."""
+SLOW_REQUEST = 20.0
+"""A claim or a commit may take longer by this factor."""
 OTHER = "other"
 """The start of the second VM, and the nonce of its set."""
 TRAINERS = ("one rank", "two ranks", "two ranks", "process", "process")
@@ -120,7 +123,7 @@ FAULTS = (
     "lost_reply", "late_write", "refused", "restart", "trainer_death", "dies_slowly", "disconnects",
     "second_vm", "void", "slow_network", "torn_save", "never_answers", "late_scan",
     "claim_lost", "notices_lost", "vanishes", "starts_behind", "rolls_back", "ends", "loads_slowly",
-    "orphan",
+    "orphan", "slow_requests",
 )  # fmt: skip
 
 
@@ -307,6 +310,10 @@ class World:
             self.skew = self.random.choice((0.0, 0.3, 0.8))
         self.overwrites = self.random.random() < 0.5
         """A trainer without hooks has one directory for each step, or one for each process and step."""
+        self.vanishes = False
+        """Sets that answer a request are deleted before their manifests are written."""
+        self.voids = 0
+        """This number of sets that answer a request are changed before they are stored."""
         self.hangs = 0
         """This number of requests is declined, by a rank that hangs for a moment."""
         self._dying: list[tuple[Trainer, Rank, float]] = []
@@ -336,6 +343,16 @@ class World:
         self.suspect_sets: set[str] = set()
         """Nonces of the sets that they sealed later."""
         self._joined: set[str] = set()
+        self._fenced_by = 0
+        """The newest generation of another VM that this life of the daemon has learned of."""
+        self._stands: dict[int, tuple[str, int]] = {}
+        """By connection: the last request that the rank has accepted, empty for its goodbye, and its step."""
+        self._reported: set[int] = set()
+        """Connections on which a rank has reported what it has loaded."""
+        self._members: set[tuple[str, int]] = set()
+        """Launches and numbers of the ranks whose start this life of the daemon knows."""
+        self._leaver: Trainer | None = None
+        """All its ranks said goodbye, and no other trainer has started since."""
         self.reconnects_slowly = False
         """After a restart of the daemon, the trainer often needs long to reconnect."""
         self.conclusions: list[Conclude] = []
@@ -387,7 +404,8 @@ class World:
             self.record,
             self.step,
             lambda s, happens: self.at(
-                self.delay_s(s), lambda: happens() if life == self.life else None
+                self.delay_s(SLOW_REQUEST * s if self.chance("slow_requests", 0.3) else s),
+                lambda: happens() if life == self.life else None,
             ),
         )
         settings = Settings(
@@ -402,6 +420,8 @@ class World:
         if record is not None:
             self.state = gpus.resumed(self.state, record)
         self._gpu_notices = GpuNotices()
+        self._fenced_by = 0
+        self._members.clear()
         if self.gpu is not None:
             self._read_gpu(1.0)
         self._flush_id, self._link = "", Link()
@@ -493,6 +513,7 @@ class World:
         self.state, actions = machine.step(self.state, event, self.now)
         for action in actions:
             self._carry_out(action)
+        self._check_not_safe()
         self._wake_in_time()
         ordered = [each.message if isinstance(each, Send) else each for each in actions]
         is_moment = any(isinstance(each, _MOMENTS) for each in ordered)
@@ -500,9 +521,11 @@ class World:
             self.stop_daemon(self.random.choice((0.0, 0.0, self.delay_s(15.0))))
 
     def _note(self, event: Event) -> None:
-        """Tell the witness which starts this life of the daemon knows."""
+        """Tell the witness which starts this life of the daemon knows, and note what it is told."""
+        self._note_position(event)
         match event:
             case TrainerJoined(view) if view.start_id:
+                self._members.add((view.start_id.partition("~")[0], view.rank))
                 self._reaches(view.start_id)
             case StartBegun(_, start_id) | ProcessFound(start_id) if start_id:
                 self._reaches(start_id)
@@ -511,6 +534,22 @@ class World:
             case Scanned():
                 for staged in event.staged:
                     self._reaches(self.witness.sets[staged.id.nonce].line)
+            case _:
+                pass
+
+    def _note_position(self, event: Event) -> None:
+        match event:
+            case FenceFound(generation, start_id=""):
+                self._fenced_by = generation
+            case TrainerAccepted(connection, request_id, step):
+                self._stands[connection] = request_id, step
+            case TrainerLeft(connection, is_goodbye=True) if self._leaver is not None:
+                self._stands[connection] = "", self._leaver.step
+            case (
+                TrainerJoined(TrainerView(connection=connection, parent=parent))
+                | TrainerProgress(connection=connection, parent=parent)
+            ) if parent.is_known:
+                self._reported.add(connection)
             case _:
                 pass
 
@@ -673,6 +712,24 @@ class World:
         if self.trainer is not None and not self.trainer.is_loading:
             self._rolls_back(self.trainer)
 
+    def finishes(self) -> bool:
+        """The training seals the end of the run and says goodbye, if its ranks can."""
+        trainer = self.trainer
+        if trainer is None or not trainer.has_hooks or not self._is_even(trainer):
+            return False
+        known = all(rank.is_connected and rank.knows_start for rank in trainer.ranks)
+        if (
+            trainer.is_loading
+            or trainer.is_saving
+            or not known
+            or trainer.step <= trainer.first_step
+        ):
+            return False
+        self._seal(self._new_set(trainer.step, is_final=True))
+        self.is_over = True
+        self._end(trainer, is_goodbye=True)
+        return True
+
     @property
     def take_s(self) -> float:
         """Longest time from a request to the commit of its checkpoint, without faults."""
@@ -699,7 +756,7 @@ class World:
         ]
         line = self.witness.begins(start_id)
         trainer = Trainer(number, start_id, line, ranks, self.has_hooks, loads, self.now)
-        self.trainer = trainer
+        self.trainer, self._leaver = trainer, None
         self.launched_s[start_id] = self.now
         for rank in ranks if self.has_hooks else ():
             self._connect(rank)
@@ -883,9 +940,13 @@ class World:
         """The daemon tells a rank the start that rank 0 has drawn."""
         trainer = self.trainer
         assert trainer is not None
-        if start_id.partition("~")[0] != trainer.process_id:
+        process_id = start_id.partition("~")[0]
+        if process_id == trainer.process_id:
+            self._members.add((process_id, rank.number))
+        else:
             pids = {each.pid for each in trainer.ranks}
-            if any(t.rank == 0 and t.pid not in pids for t in self.state.connected):
+            has_first = any(t.rank == 0 and t.pid not in pids for t in self.state.connected)
+            if has_first and (process_id, rank.number) not in self._members:
                 return  # known: the daemon was restarted, and the end of the old rank 0 is not seen yet
             raise Broken(f"I4: a rank of {trainer.start_id} is told {start_id}")
 
@@ -899,6 +960,8 @@ class World:
     def _end(self, trainer: Trainer, *, is_goodbye: bool = False) -> None:
         """The processes end, one after the other if they hang."""
         self.trainer = None
+        is_known = all(rank.is_connected and rank.life == self.life for rank in trainer.ranks)
+        self._leaver = trainer if is_goodbye and is_known else None
         self.writing = ""
         self.growing = []
         within_s = 3.0 if self.chance("dies_slowly", 0.5) else 0.1
@@ -1358,6 +1421,8 @@ class World:
         left = [part for part in parts if part[:2] not in stored]
         fails_at = len(left) // 2 if self.chance("refused", 0.2) else None
         is_void = self.chance("void", 0.1)
+        if self.voids and staged.request_id:
+            self.voids, is_void = self.voids - 1, True
         if is_void:
             fails_at = len(left) // 2
         sent = 0.0
@@ -1425,7 +1490,8 @@ class World:
             shards = shards_of(staged, f"{life}/{order.flush_id}/{order.generation}")
             for chunk in chunks_of(shards):  # the name and the size matter, the content does not
                 self.store.write(chunk.key, str(chunk.size_bytes).encode())
-            if staged in self.staging and self.chance("vanishes", 0.1):
+            vanishes = self.vanishes and bool(staged.request_id)
+            if staged in self.staging and (vanishes or self.chance("vanishes", 0.1)):
                 self.staging.remove(staged)
             self.post(lambda: Flushed(order.flush_id, shards, bytes_sent=round(sent)), 0.05)
 
@@ -1639,6 +1705,8 @@ class World:
         """S: what a fresh reader of the bucket restores is the newest training on this VM."""
         made = restored(self.store)
         is_other = made is not None and made.nonce == OTHER and made.ref != conclusion.commit
+        if made is not None and is_other and made.generation <= self._fenced_by:
+            raise Broken(f"S: SAFE, and generation {made.generation} is known to continue the run")
         if is_other and self._placed:  # not read yet: no daemon could know it at once
             made = self._manifest_of(max(ref for ref, _ in self._placed))
         if made is not None and made.nonce in self.suspect_sets:
@@ -1656,3 +1724,37 @@ class World:
         is_known = trainer is not None and self.life in trainer.line.lives
         if is_known and evacuation.request is None and evacuation.plan.kind.value == "TAKE":
             raise Broken("I7: SAFE, and the trainer was never asked")
+
+    def _check_not_safe(self) -> None:
+        """S: an open evacuation is SAFE once the daemon knows that the newest commit is of the position."""
+        evacuation, trainer = self.state.evacuation, self.trainer or self._leaver
+        if (
+            evacuation is None
+            or evacuation.is_precaution
+            or trainer is None
+            or self.gpu is not None
+        ):
+            return  # a failure of a GPU is a doubt
+        if evacuation.verdict is Verdict.SAFE or self.state.commits.stored or self._fenced_by:
+            return  # a manifest that is ordered may be of later training
+        request_id = "" if evacuation.request is None else evacuation.request.request_id
+        connections = [rank.connection for rank in trainer.ranks]
+        stands = [self._stands.get(connection, (None, 0)) for connection in connections]
+        if any(answered not in ("", request_id) for answered, _ in stands):
+            return
+        last, made = self.state.commits.last_complete, restored(self.store)
+        point = None if made is None else self.witness.sets.get(made.nonce)
+        if made is None or point is None or made.ref != last:
+            return
+        is_loaded = point == trainer.line.loaded and self._reported.issuperset(connections)
+        answers = [
+            staged.id.step
+            for staged in self.sealed
+            if staged.id.start == trainer.start_id
+            and evacuation_of(staged.request_id) == evacuation.id
+        ]
+        stood = max(step for _, step in stands)
+        if is_loaded and not answers and point.step >= stood:
+            raise Broken(f"S: the training has stood at {last} since it loaded it, and is not SAFE")
+        if point.line == trainer.line.id and point.step >= max(stood, min(answers, default=0)):
+            raise Broken(f"S: the training stood at step {stood}, {last} stands, and is not SAFE")
