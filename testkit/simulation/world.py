@@ -1735,14 +1735,17 @@ class World:
             or self.gpu is not None
         ):
             return  # a failure of a GPU is a doubt
-        if evacuation.verdict is Verdict.SAFE or self.state.commits.stored or self._fenced_by:
-            return  # a manifest that is ordered may be of later training
+        commits = self.state.commits
+        if evacuation.verdict is Verdict.SAFE or self._fenced_by:
+            return
+        if commits.stored or commits.dropped is not None:
+            return  # a manifest that was ordered may be of later training
         request_id = "" if evacuation.request is None else evacuation.request.request_id
         connections = [rank.connection for rank in trainer.ranks]
         stands = [self._stands.get(connection, (None, 0)) for connection in connections]
         if any(answered not in ("", request_id) for answered, _ in stands):
             return
-        last, made = self.state.commits.last_complete, restored(self.store)
+        last, made = commits.last_complete, restored(self.store)
         point = None if made is None else self.witness.sets.get(made.nonce)
         if made is None or point is None or made.ref != last:
             return
