@@ -355,9 +355,14 @@ class Story:
         return self.tell(TrainerJoined(view))
 
     def leave(
-        self, connection: int = 1, *, exited: bool = True, is_goodbye: bool = False
+        self,
+        connection: int = 1,
+        *,
+        exited: bool = True,
+        is_goodbye: bool = False,
+        reason: str = "finished",
     ) -> list[Action]:
-        return self.tell(TrainerLeft(connection, exited, "gone", is_goodbye=is_goodbye))
+        return self.tell(TrainerLeft(connection, exited, reason, is_goodbye=is_goodbye))
 
     def progress(self, step: int, connection: int = 1) -> list[Action]:
         return self.tell(TrainerProgress(connection, step))

@@ -105,7 +105,8 @@ NOT_FOUND = (
     Mutant("verdict", "        or _settles(state, evacuation, transition.now)\n", ""),
     Mutant("verdict", "        or not has_scanned\n", ""),
     # A fence ends the daemon of a single VM, and a job over several VMs starts on all that live.
-    Mutant("proof", "if state.starts.fenced_by is not None:", "if False:"),
+    Mutant("proof", "if state.starts.fenced_by is not None:\n        return (",
+           "if False:\n        return ("),
     # The hooks disconnect with the end of the run, and do not connect again for the same start.
     Mutant("proof", "if ends and trains_on <= max(ends):", "if ends:"),
     Mutant("starts", "start.ended.items() if rank != trainer.rank}", "start.ended.items()}"),

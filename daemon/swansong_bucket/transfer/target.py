@@ -156,6 +156,8 @@ class RestoreTarget:
         self._extends = extends
         self._spare_sets = spare_sets
         self._name = ""
+        self._place = destination.name
+        """The destination, relative to the directory that has the partial one."""
         self._given_parent_fd = parent_fd
         self._parent_fd = -1
         self._partial_fd = -1
@@ -251,9 +253,9 @@ class RestoreTarget:
             The chunks that the journal names.  The caller must read them back and verify them.
         """
         with self._errors():
-            if self._extends:
-                # In the destination, which may be a mount point: a rename stays on its file system.
-                self._parent_fd = openat.open_directory(self.destination, owners={os.geteuid()})
+            if self._extends and os.path.ismount(self.destination):
+                self._place = "."  # a rename stays on one file system
+                self._parent_fd = openat.open_directory(self.destination)
             elif self._parent_fd < 0:
                 os.makedirs(self.destination.parent, exist_ok=True)
                 self._parent_fd = openat.open_directory(self.destination.parent)
@@ -352,7 +354,9 @@ class RestoreTarget:
     def _move_files(self) -> None:
         """Move each file into the existing destination, where it appears whole."""
         partial_fd = self._files_fd
-        self._files_fd = os.dup(self._parent_fd)
+        self._files_fd = openat.open_directory(
+            self._place, dir_fd=self._parent_fd, owners={os.geteuid()}
+        )
         try:
             self._directories.clear()
             for path in self._writing:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from swansongd.config.config import DEFAULT_PATH
 
-from swansong_tools.doctor.installation import exists
+from swansong_tools.paths import exists
 
 
 def other_jobs(config: Path) -> list[Path]:

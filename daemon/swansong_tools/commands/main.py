@@ -15,6 +15,8 @@ from swansong_bucket.errors import EXIT_CODES, ConfigError, SwansongError, Unrea
 from swansongd import __version__
 from swansongd.config.config import DEFAULT_PATH
 
+from swansong_tools.paths import exists
+
 COMMANDS = {
     "init": "write the configuration, then check the installation",
     "run": "start a trainer, and a daemon if none serves this machine",
@@ -121,8 +123,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             _note(problem)
         if error.hint:
             _note(error.hint)
-        from swansong_tools.doctor.installation import exists  # noqa: PLC0415 - as in _note()
-
         if not exists(args.config):
             _note_other_jobs(args.config, args.command)
         return error.exit_code

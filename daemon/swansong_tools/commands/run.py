@@ -29,7 +29,7 @@ from swansong_tools.commands.configuring import configured, is_example
 from swansong_tools.commands.run_processes import supervised
 from swansong_tools.commands.run_supervisor import Supervisor
 from swansong_tools.doctor.fixes import WRITTEN_BY_RUN
-from swansong_tools.doctor.installation import exists
+from swansong_tools.paths import exists
 
 NOTES = """\
 The trainer gets SWANSONG_SOCKET, resumes from the newest commit, and is restarted after a failure.

@@ -47,9 +47,9 @@ from swansong_tools.doctor.installation import (
     Options,
     ask_nothing,
     daemon_account,
-    exists,
     own_account,
 )
+from swansong_tools.paths import exists
 
 CONFIGURATION = Checklist(family="configuration")
 

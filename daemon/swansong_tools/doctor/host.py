@@ -24,13 +24,13 @@ from swansong_tools.doctor.installation import (
     TRAINER_GROUP,
     Installation,
     account,
-    exists,
     group_id,
     longest_grace_s,
     tool,
     with_trainers,
 )
 from swansong_tools.doctor.sandbox import of_unit, systemctl
+from swansong_tools.paths import exists
 
 SHUTDOWN_S = {"gcp": 30.0}
 """Documented time from the start of a shutdown until the cloud cuts the power."""

@@ -107,16 +107,6 @@ def tool(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def exists(path: Path) -> bool:
-    """Whether the path exists; True if this user may not look.  Raises no OSError."""
-    try:
-        return path.exists()
-    except PermissionError:
-        return True
-    except OSError:
-        return False
-
-
 # ---------------------------------------------------------------- the installation
 
 

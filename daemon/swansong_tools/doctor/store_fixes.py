@@ -25,7 +25,8 @@ from swansong_bucket.stores.s3.access import CREDENTIALS_HINT, Unsupported
 from swansongd.config.config import Config, directory_of
 
 from swansong_tools.doctor import fixes, staging
-from swansong_tools.doctor.installation import DAEMON_USER, exists
+from swansong_tools.doctor.installation import DAEMON_USER
+from swansong_tools.paths import exists
 
 _AWS_FILES = (
     ("AWS_SHARED_CREDENTIALS_FILE", "/etc/swansong/aws/credentials"),

@@ -227,7 +227,7 @@ def _why(state: State, start: Start, request: CheckpointRequest | None, unknown:
         return "it has not reconnected since the daemon's restart"
     connected = {t.rank for t in state.connected if t.start_id == start.id}
     if not connected.issuperset(unknown):
-        return "its process has no connection, or ended without a goodbye"
+        return "its process has no connection, or did not say that it has finished"
     if request is None:
         return "it was not asked for a checkpoint"
     return request.failure or "it has not answered the request"

@@ -30,7 +30,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from swansong.fields import PROCESS_PREFIX
-from swansong.protocol import Fenced, Finished, StartDrawn
+from swansong.protocol import Bye, Fenced, Finished, StartDrawn
 from swansong_bucket.model import Staged, Start, TrainerView, first_start
 
 from swansongd.core import (
@@ -239,10 +239,15 @@ def record_progress(transition: Transition, event: TrainerProgress) -> None:
 
 
 def record_left(transition: Transition, event: TrainerLeft) -> None:
-    """A rank said goodbye: the step that it has reported is its last one."""
+    """A rank said goodbye: the step that it has reported is its last one.
+
+    After an error in a job over several VMs, a rank of another VM may have completed a further step.
+    """
     trainer = transition.state.ranks.on(event.connection)
     start = None if trainer is None else transition.state.start_of(trainer.start_id)
-    if trainer is not None and start is not None and event.exited and event.is_goodbye:
+    if trainer is None or start is None or not event.is_goodbye:
+        return
+    if start.nodes == 1 or event.reason == Bye().reason:
         ended = {**start.ended, trainer.rank: trainer.step}
         update(transition, replace(start, ended=ended))
 

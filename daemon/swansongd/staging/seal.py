@@ -460,7 +460,8 @@ def _of_hooks(
         markers=frozenset(f.path for f in files if f.path.split("/")[-1] == ".metadata"),
         node=lead.node,
         nodes=lead.nodes,
-        request_id=lead.request_id,
+        # The position of a rank that took no part is unknown: such a set answers no request.
+        request_id="" if lead.without_ranks else lead.request_id,
         health=merged_health([manifest.health for manifest in manifests]),
         trainer={
             "world_size": lead.world_size,

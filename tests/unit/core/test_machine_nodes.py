@@ -252,6 +252,22 @@ def test_a_checkpoint_with_a_failed_gpu_of_another_vm_is_not_safe(*, is_restarte
     assert node.final == ["PARTIAL generation 3 step 9"]
 
 
+@pytest.mark.fault("N12")
+@pytest.mark.parametrize(("reason", "verdict"), [("finished", "SAFE"), ("RuntimeError", "PARTIAL")])
+def test_a_rank_that_ends_in_an_error_states_no_position_of_other_vms(
+    reason: str, verdict: str
+) -> None:
+    """A rank of another VM may have completed a further step, which no commit has."""
+    node = started()
+    node.seal_part(7)
+    node.complete()
+    node.leave(is_goodbye=True, reason=reason)
+    node.notice(in_s=60)
+    for _ in range(70):
+        node.wait(1)
+    assert node.final == [f"{verdict} generation 3 step 7"]
+
+
 @pytest.mark.fault("X09")
 def test_a_finished_run_in_doubt_waits_for_no_trainer() -> None:
     """A GPU of the other VM had failed: no trainer comes whose checkpoint could improve the verdict."""

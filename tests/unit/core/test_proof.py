@@ -321,7 +321,7 @@ CASES: list[Case] = [
         "PARTIAL",
         "of step 448, not of step 460",
     ),
-    ("crash", lambda: left(448, is_goodbye=False), "PARTIAL", "ended without a goodbye"),
+    ("crash", lambda: left(448, is_goodbye=False), "PARTIAL", "did not say that it has finished"),
     ("goodbye, then again", attaches_again, "PARTIAL", "the position of rank 0 is unknown"),
     ("no connection", disconnected, "PARTIAL", "the position of rank 0 is unknown"),
     ("rank hangs", one_rank_hangs, "PARTIAL", "the position of rank 3 is unknown: ranks [3]"),
