@@ -61,6 +61,13 @@ def why_rejected(scanner: Scanner) -> str:
     return reason
 
 
+def test_a_set_without_a_lost_rank_answers_no_request(run: Path, scanner: Scanner) -> None:
+    """The position of that rank is unknown, so the set proves nothing about the request."""
+    write_set(run, 7, "n1", ranks=2, kind="emergency", request_id="q", without_ranks="2")
+    (found,) = scanner.scan().staged
+    assert (found.request_id, found.lost_ranks) == ("", {"without_ranks": "2"})
+
+
 def test_a_sealed_set_needs_no_time_to_settle(run: Path, scanner: Scanner, clock: Clock) -> None:
     """A complete set of the hooks is found by the first scan, with the facts of its manifests."""
     directory = write_set(
