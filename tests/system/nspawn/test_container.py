@@ -27,7 +27,7 @@ from testkit.podman import TOOLS, Podman
 from testkit.rig import Lines
 from testkit.wheelhouse import write_wheelhouse
 
-pytestmark = pytest.mark.timeout(300, func_only=True)
+pytestmark = [pytest.mark.timeout(300, func_only=True), pytest.mark.expensive_fixture]
 
 DAEMON, TRAINER = "my-run-swansongd", "my-run-trainer"
 NOT_IN_THE_BASE = ("boot", "usr/lib/modules", "usr/lib/udev", "usr/share/perl", "var/cache")
@@ -57,19 +57,38 @@ def build_image(podman: Podman, base: Layer, sources: Path) -> None:
     shutil.rmtree(sources)
 
 
-@pytest.fixture
-def podman(tmp_path: Path, debian: Layer, network: None) -> Iterator[Podman]:
-    """A machine with the image, and the settings of docs/operations/containers.md."""
+@pytest.fixture(scope="session")
+def settings() -> str:
+    """The settings of docs/operations/containers.md."""
+    page = (REPOSITORY / "docs" / "operations" / "containers.md").read_text()
+    return page.partition("```toml\n")[2].partition("```")[0]
+
+
+@pytest.fixture(scope="session")
+def archive(
+    tmp_path_factory: pytest.TempPathFactory, debian: Layer, settings: str
+) -> Iterator[Path]:
+    """The image, as a file for all tests: a build takes half a minute."""
     if missing := build.missing(TOOLS):
         pytest.skip(f"needs {', '.join(missing)}")
     python = f"usr/bin/python3.{sys.version_info.minor}"
     if not any((layer / python).exists() for layer in debian.directories):
         pytest.skip("does not apply: the wheels of this Python do not fit the base")
+    directory = tmp_path_factory.mktemp("image")
+    with Podman(directory / "containers.conf", settings) as machine:
+        build_image(machine, debian, directory / "sources")
+        file = directory / "swansong.tar"
+        machine.run("save", "--quiet", "--output", str(file), "swansong")
+    yield file
+    file.unlink()
+
+
+@pytest.fixture
+def podman(tmp_path: Path, archive: Path, settings: str, network: None) -> Iterator[Podman]:
+    """A machine with the image and the settings."""
     build.run("ip", "address", "add", "169.254.169.254/32", "dev", "lo", timeout_s=10)
-    page = (REPOSITORY / "docs" / "operations" / "containers.md").read_text()
-    settings = page.partition("```toml\n")[2].partition("```")[0]
     with Podman(tmp_path / "containers.conf", settings) as machine:
-        build_image(machine, debian, tmp_path / "sources")
+        machine.run("load", "--quiet", "--input", str(archive))
         yield machine
 
 
