@@ -10,6 +10,8 @@ from typing import Literal
 from swansong_bucket.config import values as read
 from swansong_bucket.config.values import key as _key
 
+ORPHANS_AFTER_S_MIN = 24 * 3600.0
+
 _section = dataclass(frozen=True, slots=True, kw_only=True)
 
 
@@ -168,7 +170,7 @@ class RetentionConfig:
         read.duration,
         "7d",
         about="Age at which an object that no manifest names is deleted, at least a day. No flush "
-        "may last longer.",
+        "may last longer. Daemons and `swansong prune` need the same value.",
     )
     in_daemon: bool = _key(
         read.yes_or_no,

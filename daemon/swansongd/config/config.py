@@ -22,7 +22,12 @@ from urllib.parse import unquote, urlsplit
 
 from swansong.protocol import DEFAULT_SOCKET
 from swansong_bucket.config import values as read
-from swansong_bucket.config.sections import MirrorConfig, RetentionConfig, StoreConfig
+from swansong_bucket.config.sections import (
+    ORPHANS_AFTER_S_MIN,
+    MirrorConfig,
+    RetentionConfig,
+    StoreConfig,
+)
 from swansong_bucket.config.values import InvalidValue, ListenAddress
 from swansong_bucket.config.values import key as _key
 from swansong_bucket.errors import ConfigError
@@ -37,7 +42,6 @@ METADATA_TIMEOUT_S = 2.0
 """Longest time that one request to the metadata service may take."""
 KEEP_WITHIN_S_MIN = 3600.0
 """Much longer than a request that was sent before another VM took the run over."""
-ORPHANS_AFTER_S_MIN = 24 * 3600.0
 
 _HINT = "swansong.example.toml shows every key"
 

@@ -151,9 +151,8 @@ def _open(
     )
     transition.do(Rescan())
     if transition.state.commits.last_complete is None:
-        transition.do(
-            CheckFence()
-        )  # the VM that has taken the run over may have committed: that is not LOST
+        # A VM that has taken the run over may have committed: that is not LOST.
+        transition.do(CheckFence())
     if plan.kind is PlanKind.TAKE:
         emergency.make(transition)
 

@@ -34,6 +34,7 @@ from typing import NamedTuple
 import structlog
 from blake3 import blake3
 from swansong import openat
+from swansong_bucket.config.sections import ORPHANS_AFTER_S_MIN
 from swansong_bucket.model import CHUNK_BYTES_MAX, Chunk, CommitRef, Extent, StoredShard
 
 FILE_NAME = "chunks"
@@ -43,7 +44,7 @@ CREATED_MAX = 400_000
 FILE_BYTES_MAX = 128 * 2**20
 CREATED_S_MAX = 12 * 3600.0
 """A chunk without a commit counts up to this age when a flush begins.  Prune may delete it after a day
-(``ORPHANS_AFTER_S_MIN`` of the configuration), and the flush needs time, too."""
+(:data:`ORPHANS_AFTER_S_MIN`), and the flush needs time, too."""
 PRUNE_MARGIN_S = 3600.0
 """A manifest names no chunk that prune may delete within this time."""
 
@@ -81,7 +82,7 @@ class KnownChunks:
         directory: the daemon's own directory in staging.
         run, store_url: a file of another run or store is ignored.
         is_data: whether a key is that of a chunk of the run.
-        orphans_after_s: age at which prune may delete a chunk that no commit names.
+        orphans_after_s: age at which prune may delete a chunk that no commit names, on any machine.
         boottime: the clock, which includes the time of a suspension.
     """
 
@@ -92,7 +93,7 @@ class KnownChunks:
         run: str,
         store_url: str,
         is_data: Callable[[str], bool],
-        orphans_after_s: float = 24 * 3600.0,
+        orphans_after_s: float = ORPHANS_AFTER_S_MIN,
         boottime: Callable[[], float] = _boottime_s,
     ) -> None:
         self._directory = directory
