@@ -299,6 +299,11 @@ class Committer:
         def read() -> bool:
             try:
                 newest, owner, is_sound = self._newest()
+                claim = self.claimant.claim_of(self.claimant.boot_generation)
+                if claim is not None:
+                    self._ensure_found(claim)
+            except FencedError as error:
+                self._post(fence_found(error))
             except StoreError:
                 return False
             self._post(RunRead(newest, owner, is_sound))
@@ -324,6 +329,7 @@ class Committer:
             claim = attempt()
             if claim is not None:
                 newest, owner, is_sound = self._newest()
+                self._ensure_found(claim.content)
                 start_id, number = claim.content.start, claim.generation
                 self._post(
                     GenerationClaimed(start_id, number, newest, owner, is_sound, claim.is_found)
@@ -359,16 +365,26 @@ class Committer:
         self._add(count, 0.3)
 
     def _counted(self, order: CheckComplete) -> PartsCounted:
+        claim = self.claimant.claim_of(order.newest.generation)
         try:
+            if claim is None:
+                return PartsCounted(order.newest, 0, None)
             committed, whole = commit.parts_committed(
-                self._store, KEYS, order.newest, order.nodes, after=order.after
+                self._store, KEYS, order.newest, order.nodes, claim, after=order.after
             )
             if whole is None:
                 return PartsCounted(order.newest, committed, None)
             is_sound = commit.are_all_sound(self._store, KEYS, whole)
+        except FencedError as error:
+            if fence_found(error).is_news(self.claimant.recorded_generation):
+                self._post(fence_found(error))
+            return PartsCounted(order.newest, 0, None)
         except StoreError:
             return PartsCounted(order.newest, 0, None)
         return PartsCounted(order.newest, committed, whole.ref, is_sound)
+
+    def _ensure_found(self, claim: ClaimObject) -> None:
+        commit.ensure_found(self._store, KEYS, claim, own=self.claimant.own)
 
     def _newest(self) -> tuple[CommitRef | None, str, bool]:
         near = self.claimant.recorded_generation

@@ -184,22 +184,25 @@ def parts_committed(
     keys: RunKeys,
     newest: CommitRef,
     nodes: int,
+    claim: ClaimObject,
     *,
     after: CommitRef | None = None,
 ) -> tuple[int, catalog.Commit | None]:
     """The number of nodes with a part of the newest checkpoint, and the newest whole one.
 
-    Costs one listing of the commits since ``after``.
+    Costs one listing of the commits since ``after`` and, if one is whole, one of the claims.
 
     Args:
         newest: the newest checkpoint of which this VM has committed its part.
         nodes: number of VMs of the job.
+        claim: of its generation, which this VM holds.
         after: the newest checkpoint that is known to be whole; older ones do not count.
 
     Returns:
         ``nodes`` and ``newest`` if that checkpoint is whole.
 
     Raises:
+        FencedError: a newer start has taken the run over, perhaps before the last part was committed.
         CorruptError: the listing contains an object that no swansong wrote.
         StoreError: a request to the store failed.
     """
@@ -213,6 +216,7 @@ def parts_committed(
         if found.ref == newest:
             committed = len(found.manifest_keys)
         if found.is_complete:
+            ensure_found(store, keys, claim)
             return committed, found
     return committed, None
 
@@ -329,10 +333,22 @@ def commit(
         )
     if reads_back and is_new and catalog.load_node(store, keys, found, manifest.node) != written:
         raise CorruptError(f"{store.url}/{key} contains another manifest than was written")
-    # This VM may have stood still since the check above: a VM that claimed meanwhile may have resumed without
-    # this commit, while one that claims from now on finds it.
+    ensure_found(store, keys, claim, own=heirs)
+
+
+def ensure_found(
+    store: ObjectStore, keys: RunKeys, claim: ClaimObject, *, own: Collection[str] = ()
+) -> None:
+    """Check that no VM has claimed before the last manifest of a listed commit was created.
+
+    The VM that created it may have stood still after its own check.  A VM that claimed meanwhile may have
+    resumed without this commit, while one that claims from now on finds it.
+
+    Raises:
+        FencedError, CorruptError, StoreError: as :func:`ensure_not_fenced`.
+    """
     if catalog.newest_generation(store, keys, above=claim.generation) > claim.generation:
-        ensure_not_fenced(store, keys, claim, own=heirs)
+        ensure_not_fenced(store, keys, claim, own=own)
 
 
 def mark_suspect(store: ObjectStore, keys: RunKeys, manifest: Manifest) -> None:

@@ -187,7 +187,7 @@ class Claimant:
         if self.newest is not None and self.newest.generation == generation:
             return self.newest  # byte for byte, because a mirror compares the newest claim
         for each in self._record.starts:
-            if each.generation == generation:
+            if 0 < each.generation == generation:  # 0: requested only
                 return ClaimObject(run=self._keys.run, generation=generation, start=each.id)
         return None
 

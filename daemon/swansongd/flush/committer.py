@@ -20,6 +20,7 @@ from swansong.bounds import BoundsError
 from swansong_bucket.errors import CorruptError, Exists, FencedError, StoreError, SwansongError
 from swansong_bucket.format import farewell as farewells
 from swansong_bucket.format import wall
+from swansong_bucket.format.claim import ClaimObject
 from swansong_bucket.format.farewell import Farewell
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.format.manifest import Manifest
@@ -226,9 +227,17 @@ class Committer:
 
     def _read_run(self) -> None:
         """Find the newest commit, and the claim of the recorded start, without which nothing is claimed."""
+        fences: list[FenceFound] = []
 
         def read() -> None:
             newest, owner, is_sound = self._newest()
+            claim = self._claimant.claim_of(self._claimant.boot_generation)
+            try:
+                if claim is not None:
+                    self._ensure_found(claim)
+            except FencedError as error:
+                fences.append(_fence_of(error))
+                self._post(fences[0])
             self._post(RunRead(newest, owner, is_sound))
             self._reads.append(self._read_history)
             self._learn_from(newest)
@@ -238,7 +247,7 @@ class Committer:
             if claim is not None:
                 self._post_claimed(claim)
 
-        if self._retried(read, lambda: False):
+        if self._retried(read, lambda: False) and not fences:
             self._retried(resume, lambda: False)
 
     def _claim_for(self, request: ClaimGeneration) -> None:
@@ -250,6 +259,7 @@ class Committer:
     def _post_claimed(self, claim: Claim) -> None:
         # After the claim: with all commits of earlier starts.
         newest, owner, is_sound = self._newest()
+        self._ensure_found(claim.content)
         self._post(
             GenerationClaimed(
                 claim.content.start,
@@ -261,6 +271,10 @@ class Committer:
             )
         )
         self._learn_from(newest)
+
+    def _ensure_found(self, claim: ClaimObject) -> None:
+        """Check that the commits that were just listed are not from after the claim of another VM."""
+        commit.ensure_found(self._store, self._keys, claim, own=self._claimant.own)
 
     def _newest(self) -> tuple[CommitRef | None, str, bool]:
         """The newest whole commit, the start that owns its generation, and whether all GPUs were sound."""
@@ -438,14 +452,20 @@ class Committer:
 
     def _check_complete(self, request: CheckComplete) -> None:
         counted = PartsCounted(request.newest, 0, None)
+        claim = self._claimant.claim_of(request.newest.generation)
         try:
+            if claim is None:
+                return  # the bucket was emptied: the start claims another generation
             committed, whole = commit.parts_committed(
-                self._store, self._keys, request.newest, request.nodes, after=request.after
+                self._store, self._keys, request.newest, request.nodes, claim, after=request.after
             )
             counted = PartsCounted(request.newest, committed, None)
             if whole is not None:
                 is_sound = commit.are_all_sound(self._store, self._keys, whole)
                 counted = replace(counted, whole=whole.ref, is_sound=is_sound)
+        except FencedError as error:
+            if _fence_of(error).is_news(self._claimant.recorded_generation):
+                self._post(_fence_of(error))
         except SwansongError as error:  # the core requests the check again
             self._health.failed(_COMMIT, error.line())
         finally:

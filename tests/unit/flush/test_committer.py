@@ -20,6 +20,7 @@ from structlog.testing import capture_logs
 from swansong import bounds
 from swansong_bucket.errors import NotFound
 from swansong_bucket.format import manifest
+from swansong_bucket.format.claim import ClaimObject
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.loss_records import EvacuationRecord
 from swansong_bucket.model import GPU_IS_SOUND, CommitRef, Health, Verdict
@@ -571,7 +572,7 @@ def test_a_restarted_daemon_is_fenced_by_a_newer_claim_of_another_vm(rig: Commit
     """It has claimed in this boot, so it posts FenceFound and claims nothing."""
     assert rig.claimed() == 1
     assert of_another_vm(rig) == 2
-    assert rig.started() == [RunRead(None), FenceFound(2)]
+    assert rig.started() == [FenceFound(2), RunRead(None)]
     assert stored(rig, KEYS.generations)[-1] == KEYS.generation(2)
 
 
@@ -985,6 +986,36 @@ def test_the_history_of_earlier_vms_is_posted(rig: CommitterRig) -> None:
     assert histories("second") == [HistoryRead(0.0, 1)]
 
 
+@pytest.mark.fault("G02", "G03")
+def test_a_commit_after_the_claim_of_another_vm_is_not_read_before_the_fence(
+    rig: CommitterRig,
+) -> None:
+    """The daemon was killed between its manifest and the check; the other VM has chosen without it."""
+    rig.claimed()
+    assert of_another_vm(rig) == 2
+    committed.commit(rig.store, {"w": b"1"}, step=70)
+    assert rig.started()[:2] == [FenceFound(2), RunRead(CommitRef(1, 70), START)]
+
+
+@pytest.mark.fault("G03")
+def test_a_commit_after_the_claim_of_another_vm_does_not_count_for_an_earlier_claim(
+    rig: CommitterRig,
+) -> None:
+    """The other VM claims, and chooses, before this VM lists the commits under its own claim."""
+
+    puts: list[str] = []
+
+    def overtake(key: str) -> None:
+        puts.append(key)
+        if puts.count(KEYS.generation(1)) == 2:  # the claim exists, and is tried again
+            of_another_vm(rig)
+
+    with rig.committer() as committer:
+        rig.before_put = overtake
+        committer.claim(ClaimGeneration(START))
+        assert rig.next() == FenceFound(2, start_id=START)
+
+
 # ---------------------------------------------------------------- parts of several VMs
 
 NINE = CommitRef(1, 9)
@@ -994,6 +1025,14 @@ def put_part(store: ObjectStore, node: int, *, step: int = 9, **options: Any) ->
     """Commit the part of this VM, of two."""
     nonce = f"a{step}{node}"
     committed.commit(store, {"w": b"1"}, step=step, node=node, nodes=2, nonce=nonce, **options)
+
+
+@contextmanager
+def committer_of(rig: CommitterRig) -> Iterator[Committer]:
+    """A committer whose start holds the generation of step 9."""
+    with rig.committer() as committer:
+        assert rig.claim(committer).generation == NINE.generation
+        yield committer
 
 
 def counted(rig: CommitterRig, committer: Committer, known: CommitRef | None = None) -> Observed:
@@ -1007,7 +1046,7 @@ def test_a_checkpoint_is_complete_with_the_manifests_of_all_vms(rig: CommitterRi
     """Of this step and this number of VMs; of several checkpoints, the newest whole one is reported."""
     for step, node in ((9, 0), (8, 1), (8, 0)):
         put_part(rig.store, node, step=step)
-    with rig.committer() as committer:
+    with committer_of(rig) as committer:
         assert counted(rig, committer) == PartsCounted(NINE, 1, CommitRef(1, 8))
         assert counted(rig, committer, CommitRef(1, 8)) == PartsCounted(NINE, 1, None)
         put_part(rig.store, 1)
@@ -1025,7 +1064,7 @@ def test_a_failed_gpu_of_another_vm_makes_the_checkpoint_unsound(
     put_part(rig.store, 0)
     put_part(rig.store, 1, health=health)
     assert rig.started() == [RunRead(NINE, "", is_sound)]
-    with rig.committer() as committer:
+    with committer_of(rig) as committer:
         assert counted(rig, committer) == PartsCounted(NINE, 2, NINE, is_sound)
 
 
@@ -1035,16 +1074,27 @@ def test_a_damaged_manifest_makes_no_checkpoint_whole(rig: CommitterRig) -> None
     put_part(rig.store, 0)
     rig.store.put(KEYS.commit(NINE, 1, 2), b"{}")
     assert rig.started() == [RunRead(NINE, "", False)]
-    with rig.committer() as committer:
+    with committer_of(rig) as committer:
         assert counted(rig, committer) == PartsCounted(NINE, 2, None)
+
+
+@pytest.mark.fault("G03", "G17")
+def test_a_part_after_the_claim_of_another_start_makes_no_checkpoint_whole(
+    rig: CommitterRig,
+) -> None:
+    """The VM of that part stood still after its own check, and the other start has chosen without it."""
+    put_part(rig.store, 0)
+    with committer_of(rig) as committer:
+        assert of_another_vm(rig) == 2
+        put_part(rig.store, 1)
+        assert counted(rig, committer) == FenceFound(2)
+        assert rig.next() == PartsCounted(NINE, 0, None)
 
 
 def test_a_look_for_parts_is_always_answered(rig: CommitterRig) -> None:
     """Also when the store fails: the decision loop does not look again before the answer."""
-    with rig.committer() as committer:
-        assert committer.drain(10)
-        with rig.outage():
-            assert counted(rig, committer) == PartsCounted(NINE, 0, None)
+    with committer_of(rig) as committer, rig.outage():
+        assert counted(rig, committer) == PartsCounted(NINE, 0, None)
 
 
 @pytest.mark.fault("S25")
@@ -1053,4 +1103,5 @@ def test_an_unsigned_part_makes_no_checkpoint_whole(rig: CommitterRig) -> None:
     view = signed(rig.store, KEY)
     put_part(view, 0)
     put_part(rig.store, 1)
-    assert commit.parts_committed(view, KEYS, NINE, 2) == (1, None)
+    claim = ClaimObject(run=KEYS.run, generation=1, start=START)
+    assert commit.parts_committed(view, KEYS, NINE, 2, claim) == (1, None)
