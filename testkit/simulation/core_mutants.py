@@ -45,7 +45,7 @@ MUTANTS = (
     Mutant("proof", "return newest.step >= position.step", "return True"),
     Mutant("proof", "if newest.generation == start.generation:\n        return newest.step",
            "if newest.generation >= (start.generation or 0):\n        return newest.step"),
-    Mutant("proof", "is_loaded and is_newest and position.step <= newest.step", "is_loaded and is_newest"),
+    Mutant("proof", "is_loaded and position.step <= newest.step", "is_loaded"),
     Mutant("proof", "    step = max(steps)", "    step = min(steps)"),
     Mutant("proof", "            unknown.append(rank)", "            continue"),
     Mutant("proof", "step = max(step, request.target - 1)", "pass"),
@@ -80,14 +80,14 @@ MUTANTS = (
 """Numbered from 0."""
 NOT_FOUND = (
     # Each was found before the world had slow requests, within 64 seeds; now they need more.
-    Mutant("proof", "start.generation is not None and not state.uncommitted", "True"),
+    Mutant("proof", "        return start.generation is not None\n", "        return True\n"),
     Mutant("proof", "    if doubt:\n", "    if False:\n"),
     Mutant("starts", "0 < began_ticks < start.began_ticks", "False"),
     Mutant("proof", "if position.step < 0 and start.is_restoring:", "if position.step < 0:"),
     # Two starts must commit the same step, and a start must load the older one of the two.
     Mutant("proof", "loaded == (state.owner_of(newest), newest.step)", "loaded[1] == newest.step"),
     # A later set must wait for its manifest while a start loads an older, committed one.
-    Mutant("proof", "is_newest = not state.commits.stored", "is_newest = True"),
+    Mutant("proof", "any(ref is None or ref > newest for ref in refs)", "False"),
     # Two processes must write the same step before the first scan of a daemon.
     Mutant("starts", "each.id.step <= staged.id.step", "each.id.step < staged.id.step"),
     # An older process, or a late rank, must connect in the second before the newest launch.
@@ -103,7 +103,7 @@ NOT_FOUND = (
     Mutant("verdict", "        or _claims(state)\n", ""),
     Mutant("verdict", "        or bool(state.commits.stored)\n        or _settles", "        or _settles"),
     Mutant("verdict", "        or _settles(state, evacuation, transition.now)\n", ""),
-    Mutant("verdict", "        or not has_scanned\n", ""),
+    Mutant("verdict", "        or not state.is_scanned\n", ""),
     # A fence ends the daemon of a single VM, and a job over several VMs starts on all that live.
     Mutant("proof", "if state.starts.fenced_by is not None:\n        return (",
            "if False:\n        return ("),

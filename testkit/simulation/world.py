@@ -422,6 +422,7 @@ class World:
         self._gpu_notices = GpuNotices()
         self._fenced_by = 0
         self._members.clear()
+        self._stands.clear()
         if self.gpu is not None:
             self._read_gpu(1.0)
         self._flush_id, self._link = "", Link()
@@ -543,6 +544,8 @@ class World:
                 self._fenced_by = generation
             case TrainerAccepted(connection, request_id, step):
                 self._stands[connection] = request_id, step
+            case StartBegun(connection):  # what it accepted was of another start
+                self._stands.pop(connection, None)
             case TrainerLeft(connection, is_goodbye=True) if self._leaver is not None:
                 self._stands[connection] = "", self._leaver.step
             case (
@@ -1685,7 +1688,7 @@ class World:
         if conclusion.verdict is Verdict.LOST and conclusion.is_final and is_unread:
             raise Broken("I16: LOST, and the commits of the run were never read")
         may_be_none = conclusion.verdict in (Verdict.LOST, Verdict.NO_TRAINING) or is_unread
-        may_be_none |= self.state.newest_ordered_of(self.state.commits.stored) is not None
+        may_be_none |= self.state.commits.ordered is not None
         may_be_none |= self.state.starts.fenced_by is not None
         if may_be_none and conclusion.commit is None:
             if self.state.commits.last is not None:
@@ -1738,7 +1741,7 @@ class World:
         commits = self.state.commits
         if evacuation.verdict is Verdict.SAFE or self._fenced_by:
             return
-        if commits.stored or commits.dropped is not None:
+        if commits.stored or commits.ordered is not None:
             return  # a manifest that was ordered may be of later training
         request_id = "" if evacuation.request is None else evacuation.request.request_id
         connections = [rank.connection for rank in trainer.ranks]

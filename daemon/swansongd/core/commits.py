@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Set
 from dataclasses import replace
 
 from swansong_bucket.model import CheckpointId, CommitRef, Staged, VmPart, is_healthy, is_sound
@@ -28,6 +28,9 @@ def record_flushed(transition: Transition, event: events.Flushed) -> None:
 def record_done(transition: Transition, flush_id: str, ref: CommitRef) -> None:
     """A manifest was written."""
     done = _take(transition, flush_id)
+    commits = transition.state.commits
+    if commits.ordered is not None and commits.ordered <= ref:
+        _put(transition, replace(commits, ordered=None))
     flight.record_committed(transition)
     if done is None and transition.state.spans_vms:
         return  # of an earlier start, or of a number of VMs that is not known any more
@@ -70,7 +73,6 @@ def record_failed(transition: Transition, event: events.CommitFailed) -> None:
         transition.log("error", "commit_failed", step=step, kind=event.kind, reason=event.reason)
     if event.conflict:
         staged_sets.give_up(transition, {failed.staged.id})
-        _note_dropped(transition, (failed,))  # perhaps another set has its place
     elif not event.is_obsolete:
         commits = transition.state.commits
         due = replace(failed, is_asked=False)
@@ -158,17 +160,8 @@ def close_starts(transition: Transition, start_ids: Set[str]) -> None:
 def drop(transition: Transition, ids: Set[CheckpointId]) -> None:
     """Write no manifest for these sets."""
     commits = transition.state.commits
-    if not any(item.staged.id in ids for item in commits.stored):
-        return
-    _note_dropped(transition, (item for item in commits.stored if item.staged.id in ids))
     left = tuple(item for item in commits.stored if item.staged.id not in ids)
-    _put(transition, replace(transition.state.commits, stored=left))
-
-
-def _note_dropped(transition: Transition, items: Iterable[StoredSet]) -> None:
-    """Remember the newest of these manifests: one that was ordered may exist, whatever the reply."""
-    state = transition.state
-    _put(transition, replace(state.commits, dropped=state.newest_ordered_of(items)))
+    _put(transition, replace(commits, stored=left))
 
 
 def mark_suspect(transition: Transition, ids: Set[CheckpointId]) -> None:
@@ -183,7 +176,6 @@ def mark_suspect(transition: Transition, ids: Set[CheckpointId]) -> None:
 
 def forget(transition: Transition) -> None:
     """Forget the manifests that are due, and this VM's parts: the commits of the run stay."""
-    _note_dropped(transition, transition.state.commits.stored)
     _put(transition, replace(transition.state.commits, stored=(), incomplete=None))
 
 
@@ -203,11 +195,12 @@ def _order_manifests(transition: Transition) -> None:
     for item in state.commits.stored:
         if not item.is_asked:
             asked = replace(item, is_asked=True, asked_mono_s=transition.now)
-            commits = transition.state.commits
-            stored = tuple(asked if i is item else i for i in commits.stored)
-            _put(transition, replace(commits, stored=stored))
             ref = state.ref_of(item.staged.id)
             assert ref is not None
+            commits = transition.state.commits
+            stored = tuple(asked if i is item else i for i in commits.stored)
+            ordered = max(ref, commits.ordered or ref)
+            _put(transition, replace(commits, stored=stored, ordered=ordered))
             transition.do(
                 events.CommitManifest(
                     item.flush_id,

@@ -82,14 +82,11 @@ def make_follow_up(transition: Transition) -> None:
 def _new(transition: Transition, request_id: str) -> CheckpointRequest:
     evacuation, connected = transition.evacuation, transition.state.connected
     by_signal = not connected
-    newest = transition.state.start
-    # A rank that does not know its start yet may belong to one that is not known either.
-    is_named = newest is not None and all(trainer.start_id for trainer in connected)
     made = transition.state.forecast
     return CheckpointRequest(
         request_id=request_id,
         reason=evacuation.reason,
-        start_id=newest.id if newest is not None and is_named else "",
+        start_id=transition.state.asked_start,
         by_signal=by_signal,
         is_urgent=not evacuation.is_precaution,
         asked_mono_s=transition.now,
@@ -167,7 +164,7 @@ def _is_to_another_start(state: State, request: CheckpointRequest | None) -> boo
     if request is None or not request.failure or request.is_unsent:
         return False
     can_answer = state.connected or (request.by_signal and state.starts.process)
-    return bool(can_answer) and state.start is not None and request.start_id != state.start.id
+    return bool(can_answer) and request.start_id != state.asked_start
 
 
 def _repeat_mono_s(evacuation: Evacuation) -> float:

@@ -99,7 +99,7 @@ def _make(transition: Transition) -> None:
         # The instant makes the id differ from those of an earlier life of the daemon, which hooks remember.
         request_id=f"periodic-{transition.now:.3f}",
         reason="a periodic checkpoint is due",
-        start_id="" if transition.state.start is None else transition.state.start.id,
+        start_id=transition.state.asked_start,
         is_periodic=True,
         is_urgent=False,
         asked_mono_s=transition.now,

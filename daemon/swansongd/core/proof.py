@@ -8,7 +8,7 @@ the position unknown, and an unknown position is never SAFE.
 
 from __future__ import annotations
 
-from swansong_bucket.model import CommitRef, Position, Start, Verdict
+from swansong_bucket.model import CommitRef, Position, Start, Verdict, first_start
 
 from swansongd.core import gpus
 from swansongd.core.request_ids import are_of_one
@@ -53,12 +53,9 @@ def _proved_at(state: State, position: Position | str | None) -> tuple[Verdict, 
         return below, f"{_distance(state, newest, position)}; {stands}"
     if doubt:
         return below, doubt
-    dropped = state.commits.dropped
-    if dropped is not None and dropped > newest:
-        return (
-            below,
-            f"the manifest of {dropped} may exist, and training has left its state; {stands}",
-        )
+    later = _later_of_other(state, newest, position)
+    if later:
+        return below, f"{later}, and has another state; {stands}"
     was = "had completed no step" if position.step < 0 else f"was at step {position.step}"
     return Verdict.SAFE, f"training {was}, and {newest} is committed"
 
@@ -74,9 +71,10 @@ def _may_stand(state: State) -> str:
         return f"{other.newest} stands, by the VM that this one replaces"
     if other is not None and other.generation:
         return "the VM that this one replaces may commit"
-    ordered = state.newest_ordered_of(state.commits.stored)
-    if ordered is not None:
-        return f"the manifest of {ordered} may exist, and the store has not confirmed it"
+    if state.commits.ordered is not None:
+        return (
+            f"the manifest of {state.commits.ordered} may exist, and the store has not confirmed it"
+        )
     return ""
 
 
@@ -94,13 +92,33 @@ def _reaches(state: State, newest: CommitRef, position: Position) -> bool:
     if newest.generation == start.generation:
         return newest.step >= position.step
     if position.step < 0 and start.is_restoring:
-        # It loads the newest set, which may be sealed only.  Before its claim, another VM may commit.
-        return start.generation is not None and not state.uncommitted
+        # It loads the newest set.  Before its claim, another VM may commit.
+        return start.generation is not None
     loaded = (start.parent.start_id, start.parent.step)
     is_loaded = bool(start.parent.start_id) and loaded == (state.owner_of(newest), newest.step)
-    # The manifest of a later set may exist although its commit has failed: the reply can be lost.
-    is_newest = not state.commits.stored
-    return is_loaded and is_newest and position.step <= newest.step
+    return is_loaded and position.step <= newest.step
+
+
+def _later_of_other(state: State, newest: CommitRef, position: Position) -> str:
+    """Why another state may be, or become, a later commit than the newest one; empty if none may.
+
+    The next VM would resume from it: from a manifest whose reply was lost, or from a set in staging that the
+    start has not loaded.  A later set of the same start is no other state, unless a GPU has failed.
+    """
+    start, ordered = state.start_of(position.start_id), state.commits.ordered
+    assert start is not None
+    is_suspect = first_start(start.id) in state.gpus.suspect_starts
+    is_other = ordered is not None and (is_suspect or ordered.generation != start.generation)
+    if ordered is not None and ordered > newest and is_other:
+        return f"the manifest of {ordered} may exist"
+    if newest.generation == start.generation:
+        return ""
+    if not state.is_scanned:
+        return "a set that was sealed since the last scan may be committed"
+    sets = {s.id for s in state.uncommitted} | {s.staged.id for s in state.commits.stored}
+    refs = [state.ref_of(id_) for id_ in sets if id_.start != start.id]
+    is_later = any(ref is None or ref > newest for ref in refs)
+    return "a set of another start is not committed yet" if is_later else ""
 
 
 def _distance(state: State, newest: CommitRef, position: Position) -> str:
@@ -123,13 +141,18 @@ def _distance(state: State, newest: CommitRef, position: Position) -> str:
 def position_of(state: State) -> Position | str | None:
     """The position of the newest start at the request, or why it is unknown; None without any start."""
     start = state.start
-    if start is None:
-        return "the start of the connected ranks is unknown" if state.connected else None
-    later = _may_be_later(state, start)
+    later = "" if start is None else _may_be_later(state, start)
     if later:
         return f"which start is the newest is unknown: {later} has sealed a checkpoint, and has not connected"
     request = None if state.evacuation is None else state.evacuation.request
-    position = _position_in(state, start, request)
+    position: Position | str
+    if state.strangers:
+        ranks = _named([trainer.rank for trainer in state.strangers])
+        position = f"the start of {ranks} is unknown, or not the newest one"
+    elif start is None:
+        return None
+    else:
+        position = _position_in(state, start, request)
     if isinstance(position, str) and request is not None and request.sealed is not None:
         asked = state.start_of(request.sealed.start)  # the training was started again since
         if asked is not None and (request.by_signal or asked.id == request.start_id):
@@ -138,10 +161,16 @@ def position_of(state: State) -> Position | str | None:
 
 
 def _may_be_later(state: State, start: Start) -> str:
-    """A start that is known from its sets only, of which one is newer than all sets of this start."""
+    """A start that is known from its sets only, of which one is newer than all sets of this start.
+
+    The claim that owns the newest commit is known, also if the record of it is lost.
+    """
+    newest, generation = state.commits.last_complete, state.generation or 0
+    is_older = newest is not None and newest.generation < generation
+    claimed = {start.id} if newest is None or not is_older else {start.id, state.owner_of(newest)}
     sets = state.staging.usable
     last_ns = max((each.written_ns for each in sets if each.id.start == start.id), default=0)
-    unplaced = {each.id for each in state.starts.known if not each.is_placed} - {start.id}
+    unplaced = {each.id for each in state.starts.known if not each.is_placed} - claimed
     newer = (s.id.start for s in sets if s.id.start in unplaced and s.written_ns > last_ns)
     return next(newer, "")
 
@@ -184,8 +213,7 @@ def _answered_step(state: State, start: Start) -> int | None:
 
 def _agreed(state: State, start: Start, request: CheckpointRequest | None) -> Position | str:
     """The greatest step of all ranks of this VM, each by its acceptance of the request or its goodbye."""
-    # Rank 0, which names the start, may have connected after the request was made.
-    if request is not None and request.start_id not in ("", start.id):
+    if request is not None and request.start_id != start.id:
         request = None
     steps, unknown = [], []
     for rank in range_of(state, start):

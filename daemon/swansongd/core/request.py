@@ -43,6 +43,11 @@ def record_joined(transition: Transition, connection: int, rank: int) -> None:
             send(transition, asked, (connection,))
 
 
+def name_start(transition: Transition, request: CheckpointRequest, start_id: str) -> None:
+    """The ranks that got the request have learned which start they belong to."""
+    _update(transition, replace(request, start_id=start_id))
+
+
 def record_accepted(transition: Transition, connection: int, request_id: str, step: int) -> None:
     """A rank stands at the boundary after ``step`` and waits for the target.
 
@@ -57,7 +62,7 @@ def record_accepted(transition: Transition, connection: int, request_id: str, st
         if request.is_waiting:  # a rank that reconnected: the target is decided
             target = protocol.Target(request_id, request.target)
             transition.do(events.Send(target, (connection,)))
-    elif trainer.rank in request.ranks:
+    elif trainer.rank in request.ranks and trainer.start_id == request.start_id:
         if trainer.rank not in request.accepted and not request.is_periodic:
             transition.mark("accepted", rank=trainer.rank, step=step)
         _update(transition, replace(request, accepted={**request.accepted, trainer.rank: step}))

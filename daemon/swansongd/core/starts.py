@@ -150,10 +150,17 @@ def _set_starts(transition: Transition, starts: Sequence[Start]) -> None:
 
 
 def _end_requests(transition: Transition, start_id: str) -> None:
-    """Requests to the processes of an earlier start get no answer any more."""
+    """Requests to the processes of an earlier start get no answer any more.
+
+    One to ranks that did not know their start is for this one.
+    """
     for waiting in transition.waiting_requests:
-        if waiting.start_id not in ("", start_id) and not waiting.by_signal:
+        if waiting.by_signal or waiting.start_id == start_id:
+            continue
+        if waiting.start_id:
             request.fail(transition, waiting, "the training was started again")
+        elif not start_id.startswith(PROCESS_PREFIX):
+            request.name_start(transition, waiting, start_id)
 
 
 def record_joined(transition: Transition, connection: int) -> None:

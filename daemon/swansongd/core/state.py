@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -281,8 +281,9 @@ class RankState:
     """The ranks of the trainer on this VM; written by :mod:`~swansongd.core.ranks`."""
 
     trainers: tuple[TrainerView, ...] = ()
-    ended_mono_s: float = -math.inf
-    """When a process of a rank ended last: only a later scan has all that it sealed."""
+    changed_mono_s: float = -math.inf
+    """When a rank connected, or its process ended, last in an evacuation: only a later scan has all sets that
+    were sealed before."""
 
     def on(self, connection: int) -> TrainerView | None:
         """The rank with this connection, if it is known."""
@@ -410,8 +411,9 @@ class CommitState:
     incomplete: Incomplete | None = None
     healthy: CommitRef | None = None
     """Newest commit of this generation that is not unhealthy."""
-    dropped: CommitRef | None = None
-    """Newest manifest that was ordered and is not wanted any more: it may exist."""
+    ordered: CommitRef | None = None
+    """Newest manifest that was ordered, until one at or after its place is known to be written: whatever the
+    reply was, and whether it is still wanted, it may exist."""
 
     @cached_property
     def last(self) -> CommitRef | None:
@@ -512,6 +514,29 @@ class State:
         return tuple(trainer for trainer in self.ranks.trainers if trainer.is_connected)
 
     @cached_property
+    def strangers(self) -> tuple[TrainerView, ...]:
+        """Connected ranks that may train, and not as a part of the newest known start.
+
+        Their start is unknown, or an older one while no rank of the newest one is connected.
+        """
+        start_id = "" if self.start is None else self.start.id
+        has_own = any(trainer.start_id == start_id for trainer in self.connected)
+        return tuple(
+            trainer
+            for trainer in self.connected
+            if not trainer.start_id or not (has_own or trainer.start_id == start_id)
+        )
+
+    @property
+    def asked_start(self) -> str:
+        """The start whose ranks, or whose process, a request asks; empty if it is unknown."""
+        newest = "" if self.start is None else self.start.id
+        starts = {trainer.start_id for trainer in self.connected} or {newest}
+        if newest in starts and "" not in starts:
+            return newest
+        return starts.pop() if len(starts) == 1 else ""
+
+    @cached_property
     def joined_mono_s(self) -> float | None:
         """When the first of the connected ranks connected; None without any."""
         return min((trainer.greeted_mono_s for trainer in self.connected), default=None)
@@ -562,18 +587,18 @@ class State:
         ref = self.ref_of(checkpoint)
         return ref is not None and ref <= last
 
+    @property
+    def is_scanned(self) -> bool:
+        """Whether a scan has found all sets of before the evacuation and the last change of the ranks."""
+        opened_mono_s = -math.inf if self.evacuation is None else self.evacuation.opened_mono_s
+        return self.staging.scanned_mono_s >= max(opened_mono_s, self.ranks.changed_mono_s)
+
     def ref_of(self, checkpoint: CheckpointId) -> CommitRef | None:
         """The place of a set among the commits; None before its start has a generation."""
         start = self.start_of(checkpoint.start)
         if start is None or start.generation is None:
             return None
         return CommitRef(start.generation, checkpoint.step, checkpoint.is_final)
-
-    def newest_ordered_of(self, items: Iterable[StoredSet]) -> CommitRef | None:
-        """The newest of these manifests, and of those dropped, that was ordered: it may exist."""
-        ordered = (item.staged.id for item in items if item.asked_mono_s is not None)
-        refs = (self.commits.dropped, *(self.ref_of(id_) for id_ in ordered))
-        return max((ref for ref in refs if ref is not None), default=None)
 
     @property
     def part(self) -> VmPart | None:
@@ -669,7 +694,7 @@ class State:
     def is_finished(self) -> bool:
         """Whether the newest start has sealed the end of the run, or committed it."""
         start, last = self.start, self.commits.last_complete
-        if start is None:
+        if start is None or self.strangers:
             return False
         usable = self.staging.usable
         is_sealed = any(s.id.is_final and s.id.start == start.id for s in usable)

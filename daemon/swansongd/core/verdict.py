@@ -58,12 +58,10 @@ def _may_improve(transition: Transition, evacuation: Evacuation) -> bool:
     state, request = transition.state, evacuation.request
     if state.starts.fenced_by is not None:
         return False
-    since_mono_s = max(evacuation.opened_mono_s, state.ranks.ended_mono_s)
-    has_scanned = state.staging.scanned_mono_s >= since_mono_s
     return (
         (request is not None and request.is_waiting)
         or (not evacuation.is_precaution and emergency.will_repeat(transition))
-        or not has_scanned
+        or not state.is_scanned
         or bool(state.uncommitted)
         or bool(state.commits.stored)
         or _settles(state, evacuation, transition.now)

@@ -54,6 +54,7 @@ def test_the_wait_ends_when_no_checkpoint_fits_any_more() -> None:
     assert story.last(Conclude).slack_s == pytest.approx(4.9)
     story.join()
     assert not story.all(Request)
+    story.scan()
     story.wait(4)
     assert story.verdicts[1:] == ["LOST None"], "there is training now, and the run has no commit"
 

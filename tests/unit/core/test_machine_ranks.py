@@ -68,6 +68,25 @@ def test_a_missing_rank_ends_the_agreement_in_bounded_time(connected: int) -> No
 
 
 @pytest.mark.fault("T09")
+def test_the_request_to_ranks_without_a_start_ends_with_their_start() -> None:
+    """It is for the start that rank 0 names, and an answer of the next start means nothing for it."""
+    story = Story()
+    story.join(2, rank=1, ranks=2, start_id="")
+    story.notice()
+    story.accept(7, connection=2)
+    story.join(1, rank=0, ranks=2)
+    story.accept(7, connection=1)
+    asked = story.evacuation.request
+    assert asked is not None
+    assert (asked.target, asked.start_id) == (8, "a")
+    story.join(3, rank=0, ranks=2, pid=300, start_id="b")
+    assert story.last(Withdrawn).reason == "the training was started again"
+    asked = story.evacuation.request
+    assert asked is not None
+    assert (asked.accepted, asked.start_id) == ({}, "b")
+
+
+@pytest.mark.fault("T09")
 def test_a_rank_that_reconnects_gets_the_request_and_the_target_again() -> None:
     """A lost connection is not a lost trainer; both messages are repeated under the same id.
 

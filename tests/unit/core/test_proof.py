@@ -11,10 +11,14 @@ from collections.abc import Callable
 import pytest
 from swansong_bucket.model import CommitRef, GpuHealth, Parent
 from swansongd.core.events import (
+    CommitDone,
+    CommitFailed,
+    CommitManifest,
     Conclude,
     FenceFound,
     NoticeRaised,
     RestoreAsked,
+    RolledBack,
     RunRead,
     SignalSent,
     SignalTrainer,
@@ -22,7 +26,7 @@ from swansongd.core.events import (
     TrainerFailed,
 )
 
-from testkit.story import Story, joined
+from testkit.story import Story, a_set, joined
 
 pytestmark = pytest.mark.fault("T09", "T17")
 
@@ -148,6 +152,102 @@ def loaded_after_the_request() -> Story:
     story.starts(455, 2, start_id="b", parent=Parent("a", 455))
     story.store_all()
     return story
+
+
+def sealed_unseen() -> Story:
+    """The training has sealed a set since the last scan.  It starts again, and loads that set."""
+    story = committed()
+    story.staging.append(a_set(455, "late"))
+    story.wait(1)
+    story.leave()
+    story.join(2, pid=200, start_id="b")
+    story.tell(RestoreAsked("b"))
+    story.notice(60)
+    story.accept(-1, 2)
+    assert not story.verdicts, "the set will be committed"
+    story.tell(TrainerFailed(2, story.request_id, "restoring"))
+    return story
+
+
+def loads_an_older_state() -> Story:
+    """A set is not committed yet, and the training starts again from the checkpoint before it."""
+    story = committed()
+    story.seal(460, "late")
+    story.leave()
+    story.join(2, pid=200, start_id="b")
+    story.starts(448, 2, start_id="b", parent=Parent("a", 448))
+    refused(story, 448, fails=False, first=2)
+    story.store_all()
+    return story
+
+
+def commit_is_obsolete() -> Story:
+    """The store broke off.  When it answers again, the chunks are too old; then the training rolls back."""
+    story = committed()
+    story.seal(460, "late")
+    story.flushed()
+    story.commit_fails()
+    story.wait(20)
+    flush_id = story.last(CommitManifest).flush_id
+    story.tell(CommitFailed(flush_id, "old chunks", conflict=False, is_obsolete=True))
+    story.tell(StartBegun(1, "a~1"))
+    story.tell(RolledBack(448))
+    story.starts(448, start_id="a~1", parent=Parent("a", 448))
+    return refused(story, 448)
+
+
+def suspect_manifest_without_an_answer() -> Story:
+    """After SAFE a GPU fails.  The manifest of the next set may exist when the one before is confirmed."""
+    story = answered()
+    story.seal(465, "sound")
+    story.flushed()
+    sound = story.last(CommitManifest)
+    story.read_gpus(GpuHealth.LOST)
+    story.seal(470, "late")
+    story.flushed()
+    story.commit_fails()
+    story.tell(CommitDone(sound.flush_id, CommitRef(sound.generation, 465)))
+    return story
+
+
+def ends(*, is_final: bool) -> Story:
+    """Both ranks have ended, with or without the end of the run.  Rank 1 of another launch is connected."""
+    story = committed(ranks=2)
+    if is_final:
+        story.commit(448, "end", is_final=True)
+    for connection in (1, 2):
+        story.leave(connection, is_goodbye=True)
+    story.join(3, rank=1, ranks=2, pid=300, step=500, start_id="")
+    story.notice(60)
+    return story
+
+
+def notebook(*, is_answered: bool = False) -> Story:
+    """While the training is not connected, a script loads its checkpoint, and ends."""
+    story = committed()
+    story.leave(exited=False)
+    story.join(2, pid=200, start_id="b")
+    story.starts(448, 2, start_id="b", parent=Parent("a", 448))
+    story.leave(2, is_goodbye=True)
+    story.join(3, pid=100, step=480)
+    if is_answered:
+        story.notice(60)
+        story.serve(480, connection=3)
+    return story if is_answered else refused(story, 480, first=3)
+
+
+def record_is_lost() -> Story:
+    """The daemon starts without its claim record.  The newest commit shows that the earlier start is over."""
+    loaded = a_set(448, "loaded", start_id="earlier", written_ns=9)
+    story = Story(claimed=False, generation=3, staged=[loaded])
+    story.grants = False
+    story.scan()
+    story.tell(RunRead(NEWEST, "earlier"))
+    story.join()
+    story.grants = True
+    story.tell(FenceFound(2, start_id="earlier"))
+    story.starts(448, parent=NEWEST_IS_LOADED)
+    return refused(story, 448)
 
 
 def commit_is_unknown() -> Story:
@@ -326,9 +426,10 @@ CASES: list[Case] = [
     ("no connection", disconnected, "PARTIAL", "the position of rank 0 is unknown"),
     ("rank hangs", one_rank_hangs, "PARTIAL", "the position of rank 3 is unknown: ranks [3]"),
     ("rank never came", one_rank_never_came, "PARTIAL", "the position of a rank is unknown"),
-    ("no rank 0", rank_0_never_came, "PARTIAL", "the start of the connected ranks is unknown"),
+    ("no rank 0", rank_0_never_came, "PARTIAL", "the start of rank 1 is unknown"),
     ("one goodbye", one_rank_says_goodbye, "PARTIAL", "of step 448, not of step 449"),
     ("nothing since the load", lambda: refused(resumed(448, NEWEST_IS_LOADED), 448), "SAFE", ""),
+    ("record lost", record_is_lost, "SAFE", "step 448"),
     ("steps since", lambda: refused(resumed(460, NEWEST_IS_LOADED), 460), "PARTIAL", "not of step"),
     ("load unknown", lambda: refused(resumed(448), 448), "PARTIAL", "has not said what it loaded"),
     ("older load", lambda: refused(resumed(448, Parent("earlier", 400)), 448), "PARTIAL", "400"),
@@ -336,8 +437,15 @@ CASES: list[Case] = [
     ("restoring", restoring, "SAFE", "completed no step"),
     ("restore failed", lambda: restoring(fails=True), "PARTIAL", "of rank 0 is unknown"),
     ("restoring a set", lambda: restoring(is_sealed=True), "PARTIAL", "448"),
+    ("restoring an unseen set", sealed_unseen, "PARTIAL", "448"),
     ("loaded after the request", loaded_after_the_request, "SAFE", ""),
+    ("older load before a commit", loads_an_older_state, "PARTIAL", "460"),
     ("commit unknown", commit_is_unknown, "PARTIAL", "448"),
+    ("commit obsolete", commit_is_obsolete, "PARTIAL", "step 460 may exist"),
+    ("ranks of no start", lambda: ends(is_final=False), "PARTIAL", "the start of rank 1"),
+    ("ranks after the end", lambda: ends(is_final=True), "PARTIAL", "the start of rank 1"),
+    ("notebook", notebook, "PARTIAL", "the start of rank 0"),
+    ("answer beside a notebook", lambda: notebook(is_answered=True), "SAFE", "step 481"),
     ("end of the run", final, "SAFE", "step 460"),
     ("steps after the end", trains_past_its_end, "PARTIAL", "the position of rank 0 is unknown"),
     ("no query", loads_by_itself, "PARTIAL", "has not said what it loaded"),
@@ -351,6 +459,7 @@ CASES: list[Case] = [
     ("gone", lambda: answered_before_a_restart(reconnects=False), "PARTIAL", "has not reconnected"),
     ("rank 0 last", the_lowest_rank_came_last, "SAFE", "at step 448"),
     ("GPU", gpu_failed, "PARTIAL", "GPU"),
+    ("GPU and a lost reply", suspect_manifest_without_an_answer, "SAFE", "step 461 is committed"),
     ("fenced", fenced, "PARTIAL", "on other VMs as generation 9"),
     ("no training", lambda: nothing_trained(has_commit=True), "NO_TRAINING", "step 448 stands"),
     ("empty run", lambda: nothing_trained(has_commit=False), "NO_TRAINING", "no training was seen"),
