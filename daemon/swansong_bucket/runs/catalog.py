@@ -471,13 +471,7 @@ def newest_generation(store: ObjectStore, keys: RunKeys, *, above: int = 0) -> i
 # ---------------------------------------------------------------- history
 
 
-def history(
-    store: ObjectStore,
-    keys: RunKeys,
-    generation: int,
-    *,
-    is_cancelled: Callable[[], bool] = lambda: False,
-) -> History:
+def history(store: ObjectStore, keys: RunKeys, generation: int) -> History:
     """Observed time of the run's earlier VMs, and the number of those without a SAFE farewell.
 
     A VM is an id in the claims, however often the training was started there.  The VM of ``generation`` does
@@ -485,7 +479,6 @@ def history(
 
     Args:
         generation: our own; the newest ones before it are read.
-        is_cancelled: called between requests; once it returns True, the history is empty.
 
     Raises:
         CorruptError, StoreError: as for :func:`claimed` and :func:`list_commits`.
@@ -497,9 +490,9 @@ def history(
     own = _identity(claim_of(store, keys, generation))
     # The boot too: this VM may have made claims before an upgrade.
     own_ids = {own[name] for name in _VM_IDS if name in own}
-    found = _Claims(store, keys, since, listed, is_cancelled).vms(own_ids)
+    found = _Claims(store, keys, since, listed).vms(own_ids)
     vms = list(islice(found, HISTORY_MAX))
-    if not vms or is_cancelled():
+    if not vms:
         return History()
     newest: dict[int, Commit] = {}
     for commit in list_commits(store, keys, since=vms[-1].first):
@@ -508,9 +501,7 @@ def history(
                 newest.setdefault(vm.last, commit)
     observed_s, uncovered = 0.0, 0
     for vm in vms:
-        said = farewells_of(store, keys, vm.last, is_cancelled)
-        if is_cancelled():
-            return History()
+        said = farewells_of(store, keys, vm.last)
         last = newest.get(vm.last)
         created, kind = _last_commit(store, keys, last)
         signs = [wall.instant_s(text) for text in (vm.last_claimed, created)]
@@ -545,20 +536,13 @@ class _Claims:
     Args:
         since: the lowest number that was listed.
         listed: numbers of the claims from there, ascending.
-        is_cancelled: called before each read; once it returns True, nothing is read.
     """
 
     def __init__(
-        self,
-        store: ObjectStore,
-        keys: RunKeys,
-        since: int,
-        listed: Sequence[int],
-        is_cancelled: Callable[[], bool],
+        self, store: ObjectStore, keys: RunKeys, since: int, listed: Sequence[int]
     ) -> None:
         self._store, self._keys, self._listed = store, keys, listed
         self._below = since - 1
-        self._is_cancelled = is_cancelled
         self._read: dict[int, ClaimObject | None] = {}
 
     def vms(self, own_ids: Set[str]) -> Iterator[_Vm]:
@@ -587,7 +571,7 @@ class _Claims:
     @property
     def _may_read(self) -> bool:
         # Without a signing key, a bucket writer can plant any number of claims.
-        return len(self._read) < HISTORY_CLAIMS_MAX and not self._is_cancelled()
+        return len(self._read) < HISTORY_CLAIMS_MAX
 
     def _number(self, place: int) -> int:
         return place + 1 if place < self._below else self._listed[place - self._below]
@@ -620,15 +604,11 @@ def _identity(claim: ClaimObject | None) -> Mapping[str, str]:
     return {} if claim is None else claim.identity
 
 
-def farewells_of(
-    store: ObjectStore, keys: RunKeys, generation: int, is_cancelled: Callable[[], bool]
-) -> list[RecordedEvacuation]:
+def farewells_of(store: ObjectStore, keys: RunKeys, generation: int) -> list[RecordedEvacuation]:
     """The newest farewells of a generation; damaged ones are left out."""
     names = (info.key for info in store.list(keys.farewell_prefix(generation)))
     found = []
     for key in nlargest(_FAREWELLS_MAX, names):  # their names are times
-        if is_cancelled():
-            break
         with suppress(CorruptError):
             found.append(own_record(store, key, (keys.run, generation), farewells.decode))
     return found

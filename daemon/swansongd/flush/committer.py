@@ -17,7 +17,14 @@ from typing import Any
 
 import structlog
 from swansong.bounds import BoundsError
-from swansong_bucket.errors import CorruptError, Exists, FencedError, StoreError, SwansongError
+from swansong_bucket.errors import (
+    CorruptError,
+    Exists,
+    FencedError,
+    Stopped,
+    StoreError,
+    SwansongError,
+)
 from swansong_bucket.format import farewell as farewells
 from swansong_bucket.format import wall
 from swansong_bucket.format.claim import ClaimObject
@@ -45,6 +52,7 @@ from swansongd.core.events import (
     PartsCounted,
     RunRead,
 )
+from swansongd.flush.background import Background
 from swansongd.flush.claimant import Claimant
 from swansongd.flush.known import KnownChunks
 from swansongd.flush.store_health import StoreHealth
@@ -52,7 +60,9 @@ from swansongd.observe.facts import NewestDated, Observed
 
 _CLAIM_RETRY_S = 2.0
 _CLAIM_RETRY_S_MAX = 10.0
-_CLAIM_RETRY_EXPEDITED_S = 0.5
+_CLAIM_RETRY_URGENT_S = 0.5
+_READ_RETRY_S = 2.0
+"""Time between two looks whether work that waits for the end of an evacuation may be done."""
 _CLAIM, _COMMIT = "claim", "commit"
 """The operations that are reported to the health of the store."""
 _OBSOLETE = (
@@ -69,6 +79,7 @@ class Committer:
 
     Args:
         store: retries failed requests until the deadline.
+        background: the same store, for work on earlier commits.
         keys: of the run.
         post: receives the outcomes.
         claimant: claims generations for this boot.
@@ -83,6 +94,7 @@ class Committer:
     def __init__(
         self,
         store: ObjectStore,
+        background: Background,
         keys: RunKeys,
         post: Callable[[Observed], None],
         claimant: Claimant,
@@ -95,6 +107,7 @@ class Committer:
         settle: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
+        self._background = background
         self._keys = keys
         self._post = post
         self._claimant = claimant
@@ -116,11 +129,12 @@ class Committer:
         """Why no generation can be claimed before an operator acts; empty: the next attempt may succeed."""
         self._jobs: queue.Queue[Callable[[], object]] = queue.Queue()
         self._reads: deque[Callable[[], object]] = deque()
-        """Work on earlier commits, done while there is no request: a trainer waits for the next claim."""
+        """Work on earlier commits, done while there is no request and no evacuation is open."""
         self._read: CommitRef | None = None
         """The commit that was read last."""
         self._stop = threading.Event()
-        self._is_expedited = threading.Event()
+        self._wake = threading.Event()
+        """Ends the wait before the next attempt at a claim."""
         self._thread = lasting_thread("committer", self._run)
 
     @property
@@ -133,8 +147,8 @@ class Committer:
         self._thread.start()
 
     def expedite(self) -> None:
-        """A notice arrived: cut the claim's backoff short, and skip work that can wait."""
-        self._is_expedited.set()
+        """A notice arrived: cut the claim's backoff short."""
+        self._wake.set()
 
     def commit(self, request: CommitManifest) -> None:
         """Create the manifest; posts CommitDone, CommitFailed or FenceFound."""
@@ -207,7 +221,7 @@ class Committer:
     def close(self) -> None:
         """Stop after the current request."""
         self._stop.set()
-        self._is_expedited.set()
+        self._wake.set()
 
     def _run(self) -> None:
         self._read_run()
@@ -218,10 +232,14 @@ class Committer:
                 _log.exception("committer_fault")
 
     def _next_job(self) -> Callable[[], object]:
-        try:
-            return self._jobs.get_nowait()
-        except queue.Empty:
-            return self._reads.popleft() if self._reads else self._jobs.get()
+        while True:
+            may_read = bool(self._reads) and not self._background.is_urgent()
+            wait_s = 0.0 if may_read else _READ_RETRY_S if self._reads else None
+            try:
+                return self._jobs.get(timeout=wait_s)
+            except queue.Empty:
+                if may_read:
+                    return self._reads.popleft()
 
     # ------------------------------------------------------------------ claims
 
@@ -294,7 +312,10 @@ class Committer:
     ) -> bool:
         """Retry until the attempt succeeds; False if fenced, closed, or no longer wanted."""
         wait_s = _CLAIM_RETRY_S
-        while not self._stop.is_set() and not is_over():
+        while True:
+            self._wake.clear()  # before the look: close() sets the stop first
+            if self._stop.is_set() or is_over():
+                return False
             try:
                 self._store.check()
                 self._claimant.record_store()
@@ -316,11 +337,8 @@ class Committer:
                 self.refusal = ""
                 self._health.ok(_CLAIM)
                 return True
-            self._is_expedited.wait(wait_s)
+            self._wake.wait(_CLAIM_RETRY_URGENT_S if self._background.is_urgent() else wait_s)
             wait_s = min(2 * wait_s, _CLAIM_RETRY_S_MAX)
-            if self._is_expedited.is_set():
-                self._stop.wait(_CLAIM_RETRY_EXPEDITED_S)
-        return False
 
     def _learn_from(self, newest: CommitRef | None) -> None:
         if newest is not None and newest != self._read:
@@ -342,21 +360,21 @@ class Committer:
     # ------------------------------------------------------------------ earlier commits
 
     def _read_newest_commit(self, newest: CommitRef) -> None:
-        """Post the age and the pace of the newest commit.  Skipped when expedited.
+        """Post the age and the pace of the newest commit.
 
         Reads one manifest: if each VM read all of them, the requests would grow with the square of the VMs.
         A manifest does not make its chunks known: another writer may have planted it together with an object
         that has other bytes than its name says.  Only a download checks the bytes.
         """
-        if self._is_expedited.is_set():
-            return
         try:
-            for found in catalog.list_commits(self._store, self._keys, newest):
+            for found in catalog.list_commits(self._background, self._keys, newest):
                 if found.is_complete:
-                    first = catalog.load_node(self._store, self._keys, found, 0)
+                    first = catalog.load_node(self._background, self._keys, found, 0)
                     self._date(newest, first.created)
                     if first.pace:
                         self._post(PaceRead(first.pace))
+        except Stopped:
+            self._reads.append(partial(self._read_newest_commit, newest))
         except SwansongError as error:
             _log.warning(
                 "newest_commit_not_read", commit=str(newest), kind=error.kind, error=error.line()
@@ -368,16 +386,14 @@ class Committer:
             self._post(NewestDated(newest, max(0.0, now_s - then_s)))
 
     def _read_history(self) -> None:
-        """Post how often VMs of this run were lost.  Skipped when expedited."""
-        if self._is_expedited.is_set():
-            return
+        """Post how often VMs of this run were lost."""
         try:
             generation = self._claimant.boot_generation or (
-                catalog.newest_generation(self._store, self._keys) + 1
+                catalog.newest_generation(self._background, self._keys) + 1
             )
-            history = catalog.history(
-                self._store, self._keys, generation, is_cancelled=self._is_expedited.is_set
-            )
+            history = catalog.history(self._background, self._keys, generation)
+        except Stopped:
+            self._reads.append(self._read_history)
         except SwansongError as error:
             _log.warning("history_not_read", kind=error.kind, error=error.line())
         else:

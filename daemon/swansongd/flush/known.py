@@ -26,7 +26,6 @@ import io
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +35,8 @@ from blake3 import blake3
 from swansong import openat
 from swansong_bucket.config.sections import ORPHANS_AFTER_S_MIN
 from swansong_bucket.model import CHUNK_BYTES_MAX, Chunk, CommitRef, Extent, StoredShard
+
+from swansongd.util import boot
 
 FILE_NAME = "chunks"
 _TEMPORARY = f".{FILE_NAME}.new"
@@ -53,10 +54,6 @@ _NEWEST = re.compile(r"newest ([0-9]{1,8}) ([0-9]{1,12}) ([01])")
 _NAMED = "named "
 
 _log = structlog.get_logger(__name__)
-
-
-def _boottime_s() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Found(NamedTuple):
@@ -94,7 +91,7 @@ class KnownChunks:
         store_url: str,
         is_data: Callable[[str], bool],
         orphans_after_s: float = ORPHANS_AFTER_S_MIN,
-        boottime: Callable[[], float] = _boottime_s,
+        boottime: Callable[[], float] = boot.boottime_s,
     ) -> None:
         self._directory = directory
         self._header = f"swansong-chunks-1 {run} {store_url}"

@@ -25,6 +25,7 @@ from swansong_bucket.util.threads import Worker
 
 from swansongd.observe.accounting import MeasuredResume
 from swansongd.observe.snapshot import LossFigures
+from swansongd.util import boot
 
 YIELD_S = 20.0
 """A VM that has trained before waits this long: a VM that was booted for this start has more to record."""
@@ -114,7 +115,7 @@ class Ledger:
             ranks=training.ranks,
             node=training.node,
             nodes=training.nodes,
-            booted_wall_s=self._wall_s() - time.clock_gettime(time.CLOCK_BOOTTIME),
+            booted_wall_s=self._wall_s() - boot.boottime_s(),
             daemon_wall_s=daemon_mono_s + offset_s,
             download_began_wall_s=perhaps(made.download_began_mono_s),
             download_ended_wall_s=perhaps(made.download_ended_mono_s),

@@ -13,9 +13,9 @@ from swansong_bucket.config.sections import RetentionConfig
 from swansong_bucket.errors import Stopped, SwansongError
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.retention.prune import PruneReport, prune
-from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.util.threads import lasting_thread
 
+from swansongd.flush.background import Background
 from swansongd.observe.status import PruneStatus
 
 _log = structlog.get_logger(__name__)
@@ -25,9 +25,8 @@ class Pruner:
     """Prunes at long intervals, in a thread of its own; a notice cancels a prune before its next request.
 
     Args:
-        store: retries failed requests.
+        store: ends a prune when a notice arrives.
         may_prune: whether this VM is the one that prunes; asked before each prune.
-        is_urgent: whether an evacuation is open.
         stop: ends the thread.
         first_s: time from the start of the daemon to the first prune.
         interval_s: time between two prunes.
@@ -36,12 +35,11 @@ class Pruner:
 
     def __init__(
         self,
-        store: ObjectStore,
+        store: Background,
         keys: RunKeys,
         rules: RetentionConfig,
         *,
         may_prune: Callable[[], bool],
-        is_urgent: Callable[[], bool],
         stop: threading.Event,
         first_s: float = 600.0,
         interval_s: float = 6 * 3600.0,
@@ -51,7 +49,6 @@ class Pruner:
         self._keys = keys
         self._rules = rules
         self._may_prune = may_prune
-        self._is_urgent = is_urgent
         self._stop = stop
         self._first_s = first_s
         self._interval_s = interval_s
@@ -112,17 +109,4 @@ class Pruner:
             Stopped: the daemon stops, or an evacuation began.
             SwansongError: see :func:`swansong_bucket.retention.prune.prune`.
         """
-        halt = _Halt(self._stop, self._is_urgent)
-        return prune(self._store, self._keys, self._rules, now_wall_s=time.time(), stop=halt)
-
-
-class _Halt(threading.Event):
-    """Set when ``stop`` is set, or during an evacuation."""
-
-    def __init__(self, stop: threading.Event, is_urgent: Callable[[], bool]) -> None:
-        super().__init__()
-        self._stop = stop
-        self._is_urgent = is_urgent
-
-    def is_set(self) -> bool:
-        return self._stop.is_set() or self._is_urgent()
+        return prune(self._store, self._keys, self._rules, now_wall_s=time.time(), stop=self._stop)

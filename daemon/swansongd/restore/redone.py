@@ -66,7 +66,7 @@ class RedoneAnswers:
         store = Retrying(context.store, budget_s=BUDGET_S, stop=context.stop)
         found: dict[int, tuple[str, ...]] = {}
         try:
-            said = catalog.farewells_of(store, context.keys, generation, context.stop.is_set)
+            said = catalog.farewells_of(store, context.keys, generation)
         except SwansongError as error:
             _log.info("redone_steps_unknown", generation=generation, reason=error.line())
             return found

@@ -644,4 +644,4 @@ def _shared_directory() -> Path | None:
 
 def _asleep_s() -> float:
     """How long this VM has been suspended since it booted."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
+    return boot.boottime_s() - time.monotonic()

@@ -29,6 +29,7 @@ from swansongd.config.config import Config
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.core.state import State
 from swansongd.flush import limits
+from swansongd.flush.background import Background
 from swansongd.flush.claim_record import expect_recorded_store
 from swansongd.flush.claimant import Claimant
 from swansongd.flush.committer import Committer
@@ -135,6 +136,10 @@ class Storage:
         small_store = self._retrying(
             self.backend, lambda: limits.commit_give_up_mono_s(state(), time.monotonic())
         )
+        # Without retries after a notice: the manifest of the evacuation must not wait behind them.
+        background = Background(
+            self._retrying(self.backend, lambda: -math.inf if is_urgent() else None), is_urgent
+        )
         self.known = known = KnownChunks(
             staging.own,
             run=config.run.name,
@@ -176,15 +181,14 @@ class Storage:
             store_id=lambda: opened.store_id if isinstance(opened, FileStore) else "",
         )
         locker = Locker(
-            # A notice ends its retries: the manifest of the evacuation must not wait behind them.
-            self._retrying(self.backend, lambda: -math.inf if is_urgent() else None),
+            background,
             config.store.lock_days,
-            is_urgent=is_urgent,
             health=self._health,
             age_s=known.age_s,
         )
         self.committer = Committer(
             small_store,
+            background,
             self.keys,
             post,
             claimant,
@@ -206,11 +210,10 @@ class Storage:
         """None: the daemon does not prune."""
         if config.retention.in_daemon:
             self.pruner = Pruner(
-                small_store,
+                background,
                 self.keys,
                 config.retention,
                 may_prune=lambda: limits.may_prune(state()),
-                is_urgent=is_urgent,
                 stop=stop,
             )
 

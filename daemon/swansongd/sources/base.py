@@ -23,16 +23,13 @@ from typing import Protocol
 from swansong_bucket.model import DeadlineQuality, Notice
 
 from swansongd.core.events import Event
+from swansongd.util import boot
 
 Post = Callable[[Event], None]
 """Passes an event to the decision loop.  May block, never raises."""
 
 Clock = Callable[[], float]
 """Seconds of ``time.monotonic`` or ``time.time``, according to the name of the parameter."""
-
-
-def _since_boot_s() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +39,7 @@ class Clocks:
     monotonic: Clock = time.monotonic
     wall: Clock = time.time
     """Since 1970, UTC."""
-    since_boot: Clock = _since_boot_s
+    since_boot: Clock = boot.boottime_s
     """Since the boot, including suspension."""
 
 

@@ -12,6 +12,11 @@ def booted_wall_ns() -> int:
     return time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
+def boottime_s() -> float:
+    """Seconds since the boot, including the time of a suspension."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def boot_id() -> str:
     """Id of this boot of the kernel."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 from swansong import bounds
-from swansong_bucket.errors import NotFound
+from swansong_bucket.errors import NotFound, Stopped
 from swansong_bucket.format import manifest
 from swansong_bucket.format.claim import ClaimObject
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.loss_records import EvacuationRecord
 from swansong_bucket.model import GPU_IS_SOUND, CommitRef, Health, Verdict
-from swansong_bucket.runs import commit
+from swansong_bucket.runs import catalog, commit
 from swansong_bucket.runs.signing import signed
 from swansong_bucket.stores.base import ObjectInfo, ObjectStore
 from swansong_bucket.stores.file.store import FileStore
@@ -43,6 +43,7 @@ from swansongd.core.events import (
     SourceChanged,
 )
 from swansongd.flush import committer as committers
+from swansongd.flush.background import Background
 from swansongd.flush.claim_record import STARTS_MAX, ClaimRecord, RecordedStart
 from swansongd.flush.claimant import Claimant
 from swansongd.flush.committer import Committer
@@ -84,6 +85,8 @@ class CommitterRig:
         self.now = NOW
         self.was_found = False
         """Whether the last claim that :meth:`next` returned had been made earlier."""
+        self.is_urgent = False
+        """Whether an evacuation is open."""
         self.tries = 0
         """Number of listings of the claims and of the commits."""
         self.before_put: Callable[[str], None] = lambda _key: None
@@ -113,6 +116,7 @@ class CommitterRig:
         events = self.events = queue.Queue()  # an earlier committer may still post
         committer = Committer(
             opened,
+            Background(opened, lambda: self.is_urgent),
             keys,
             post,
             Claimant(opened, keys, self.own, boot_id=boot, vm=boot, wall=lambda: self.now),
@@ -309,6 +313,37 @@ def test_the_age_of_the_newest_commit_is_posted(rig: CommitterRig, now: str, age
         events = iter(lambda: rig.events.get(timeout=60), None)
         dated = next(event for event in events if isinstance(event, NewestDated))
     assert dated == NewestDated(CommitRef(4, 70), age_s)
+
+
+@pytest.mark.parametrize(("read", "posted"), [("history", HistoryRead), ("load_node", NewestDated)])
+def test_a_notice_only_defers_the_reads_of_earlier_commits(
+    rig: CommitterRig, monkeypatch: pytest.MonkeyPatch, read: str, posted: type[Observed]
+) -> None:
+    """They wait for the end of the evacuation, and one that a notice has ended is repeated."""
+    committed.commit(rig.store, {"w": b"1"})
+    if posted is HistoryRead:
+        of_another_vm(rig)
+    monkeypatch.setattr(committers, "_READ_RETRY_S", 0.01)
+    waits: list[float | None] = []
+    get, reads = queue.Queue.get, getattr(catalog, read)
+
+    def wait(jobs: Any, block: bool = True, timeout: float | None = None) -> Any:
+        waits.append(timeout)
+        return get(jobs, block, timeout)
+
+    def stopped_once(*args: Any) -> Any:
+        monkeypatch.setattr(catalog, read, reads)
+        raise Stopped("a notice")
+
+    monkeypatch.setattr(queue.Queue, "get", wait)
+    rig.is_urgent = True
+    with rig.committer():
+        until(lambda: 0.01 in waits, what="the wait for the end of the evacuation")
+        monkeypatch.setattr(catalog, read, stopped_once)
+        rig.is_urgent = False
+        while not isinstance(rig.events.get(timeout=60), posted):
+            pass
+    assert getattr(catalog, read) is reads
 
 
 def test_a_trainer_waits_for_no_history(rig: CommitterRig) -> None:
@@ -633,6 +668,26 @@ def test_the_claim_is_retried_and_a_notice_cuts_its_backoff_short(
         committer.expedite()
         assert rig.next() == GenerationClaimed(START, 1, None)
         assert rig.health[-1:] == [Health.OK]
+
+
+def test_a_claim_is_retried_at_short_intervals_only_during_an_evacuation(rig: CommitterRig) -> None:
+    """The backoff grows to 10 s, is 0.5 s while an evacuation is open, and 10 s after its withdrawal."""
+    waits: list[float | None] = []
+
+    class Wake(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout)
+            rig.is_urgent = len(waits) in (5, 6)
+            return super().wait(0.0)
+
+    with rig.committer() as committer:
+        assert committer.drain(10)
+        committer._wake = Wake()
+        with rig.outage():
+            committer.claim(ClaimGeneration(START))
+            until(lambda: len(waits) > 9, what="the tenth wait")
+        assert rig.next() == GenerationClaimed(START, 1, None)
+    assert waits[:9] == [2.0, 4.0, 8.0, 10.0, 10.0, 0.5, 0.5, 10.0, 10.0]
 
 
 # ---------------------------------------------------------------- requests

@@ -11,6 +11,7 @@ from swansong_bucket.errors import Permanent
 from swansong_bucket.format.manifest import Manifest
 from swansong_bucket.model import CheckpointKind, Chunk
 from swansong_bucket.retention import locks
+from swansongd.flush.background import Background
 from swansongd.flush.locker import Locker
 from swansongd.flush.store_health import StoreHealth
 
@@ -38,12 +39,11 @@ class Rig:
         self.created_s: dict[str, float] = {}
         self.events: list[object] = []
         self.locker = Locker(
-            self.store,
+            Background(self.store, lambda: self.is_urgent),
             DAYS,
-            is_urgent=lambda: self.is_urgent,
             health=StoreHealth(self.events.append, monotonic=lambda: self.now_s),
             age_s=self.age_s,
-            monotonic=lambda: self.now_s,
+            boottime=lambda: self.now_s,
         )
 
     def create(self, key: str) -> None:
@@ -171,9 +171,8 @@ def test_a_failed_extension_prevents_no_commit() -> None:
 def test_without_retention_nothing_is_asked() -> None:
     """The default costs no request and no time."""
     rig = Rig()
-    Locker(rig.store, 0, is_urgent=lambda: False, health=StoreHealth(rig.events.append)).extend(
-        manifest_of(OLD)
-    )
+    store = Background(rig.store, lambda: False)
+    Locker(store, 0, health=StoreHealth(rig.events.append)).extend(manifest_of(OLD))
     assert rig.store.count("lock") == 0
 
 

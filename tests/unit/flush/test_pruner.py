@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from swansong_bucket.errors import Permanent, Stopped
 from swansong_bucket.format.keys import RunKeys
+from swansongd.flush.background import Background
 from swansongd.flush.pruner import Pruner
 
 from testkit.committed import commit
@@ -27,11 +28,10 @@ def pruner(
     store: MemoryStore, *, is_urgent: Callable[[], bool] = lambda: False, **more: Any
 ) -> Pruner:
     return Pruner(
-        store,
+        Background(store, is_urgent),
         KEYS,
         RULES,
         may_prune=more.pop("may_prune", lambda: True),
-        is_urgent=is_urgent,
         stop=more.pop("stop", threading.Event()),
         first_s=0.01,
         interval_s=0.01,

@@ -20,6 +20,7 @@ from swansong_bucket.stores.file.store import FileStore
 from swansong_bucket.transfer.reader import ReadOptions
 from swansong_bucket.transfer.restore import Selection, restore
 from swansong_bucket.transfer.target import NoRoom, RestoreTarget
+from swansongd.flush.background import Background
 from swansongd.flush.claimant import Claimant
 from swansongd.flush.committer import Committer
 from swansongd.flush.known import KnownChunks
@@ -101,6 +102,7 @@ def test_the_reads_of_one_vm_do_not_grow_with_the_number_of_vms(tmp_path: Path, 
     events: queue.Queue[Any] = queue.Queue()
     committer = Committer(
         store,
+        Background(store, lambda: False),
         KEYS,
         events.put,
         Claimant(store, KEYS, own, boot_id="boot", vm="vm", wall=lambda: "2030-01-01T00:00:00Z"),
