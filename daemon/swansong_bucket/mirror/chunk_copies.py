@@ -61,6 +61,8 @@ class ChunkCopier:
             CorruptError: the mirror has an object of another size under a key.
             StoreError: the mirror failed.
         """
+        if len(self.verified) > VERIFIED_MAX:
+            self.verified &= {chunk.key for chunk in chunks}
         sizes_bytes: dict[str, int] = {}
         of_directory: defaultdict[str, set[str]] = defaultdict(set)
         for chunk in chunks:
@@ -98,8 +100,6 @@ class ChunkCopier:
         """Read the chunks back from the mirror that are not verified yet; raises as :meth:`copy`."""
         unverified = [chunk for chunk in chunks if chunk.key not in self.verified]
         parallel(unverified, self._verify, threads=self.connections, stop=self.stop)
-        if len(self.verified) > VERIFIED_MAX:
-            self.verified = {chunk.key for chunk in chunks}
 
     def _copy(self, chunk: Chunk) -> None:
         try:

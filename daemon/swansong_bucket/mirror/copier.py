@@ -128,9 +128,9 @@ class Copier:
         Raises:
             Gone: the primary store has no such manifest any more.
         """
-        self.copy_claims()
         key = self._keys.commit(place.ref, place.node, place.nodes)
         data, manifest = self._read_manifest(place)
+        self.copy_claims()
         is_new = self._mirror.head(key) is None
         if not is_new:
             self._expect_same(key, data)

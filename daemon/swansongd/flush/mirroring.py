@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from heapq import nsmallest
 
 import structlog
 from swansong_bucket.errors import CorruptError, Stopped, SwansongError
@@ -43,6 +44,8 @@ _RETRY_S_MAX = 60.0
 _URGENT_S = 2.0
 """Time between two rounds during an evacuation."""
 CALL_BUDGET_S = 20.0
+WAITING_MAX = 1000
+"""Manifests that wait for their copy.  While the mirror is away, the oldest ones make way for newer ones."""
 
 _log = structlog.get_logger(__name__)
 
@@ -114,7 +117,7 @@ class Mirroring:
         self._newest: CommitRef | None = None
         self._copied_commits = 0
         self._copied_bytes = 0
-        self._damaged: dict[ManifestPlace, str] = {}
+        self._damaged = 0
         self._shown = (MirrorState.STARTING, "")
         self._has_caught_up = False
         self._are_records_due = True
@@ -131,7 +134,7 @@ class Mirroring:
         with self._lock:
             lacking = filter(self._copier.lacks, manifest.chunks)
             size_bytes = sum(chunk.size_bytes for chunk in lacking)
-            self._waiting[place] = _Waiting(time.monotonic(), size_bytes)
+            self._add(place, _Waiting(time.monotonic(), size_bytes))
         self._wake.set()
 
     def check_fence(self) -> None:
@@ -164,7 +167,7 @@ class Mirroring:
                 newest=self._newest,
                 copied_commits=self._copied_commits,
                 copied_bytes=self._copied_bytes,
-                damaged=len(self._damaged),
+                damaged=self._damaged,
             )
 
     # ------------------------------------------------------------------ the thread
@@ -245,7 +248,18 @@ class Mirroring:
             for commit in found:
                 for node in commit.manifest_keys:
                     place = ManifestPlace(commit.ref, node, commit.nodes)
-                    self._waiting.setdefault(place, _Waiting(since_mono_s))
+                    if place not in self._waiting:
+                        self._add(place, _Waiting(since_mono_s))
+
+    def _add(self, place: ManifestPlace, waiting: _Waiting) -> None:
+        """Called under the lock."""
+        self._waiting[place] = waiting
+        if len(self._waiting) > WAITING_MAX:
+            oldest, second = nsmallest(2, self._waiting)
+            since_mono_s = self._waiting.pop(oldest).since_mono_s
+            # The lag still counts from the first commit that the mirror lacks.
+            kept = self._waiting[second]
+            kept.since_mono_s = min(kept.since_mono_s, since_mono_s)
 
     def _age_s(self, commit: catalog.Commit) -> float:
         """Age of a commit by the wall clock; 0 if it is unknown."""
@@ -270,7 +284,7 @@ class Mirroring:
             return
         except CorruptError as error:
             _log.error("commit_not_mirrored", commit=str(place.ref), reason=error.line())
-            self._damaged[place] = error.line()
+            self._damaged += 1
             self._drop(place)
             return
         finally:

@@ -177,6 +177,25 @@ def test_a_mirror_that_fails_is_retried(rig: Rig, error: Exception, reason: str)
     assert rig.events == [], "no event reaches the decision loop"
 
 
+@pytest.mark.fault("M01")
+def test_a_mirror_that_is_away_for_weeks_costs_no_memory(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest manifests wait, and the lag counts from the first commit that the mirror lacks."""
+    monkeypatch.setattr(mirroring, "WAITING_MAX", 2)
+    now_mono_s = 0.0
+    monkeypatch.setattr(mirroring, "time", SimpleNamespace(monotonic=lambda: now_mono_s))
+    for step in (100, 200, 300, 400):
+        rig.mirroring.committed(rig.commit(step))
+        now_mono_s += 60.0
+    lag = rig.mirroring.status().lag
+    assert (lag.commits, lag.seconds) == (2, 240.0)
+    monkeypatch.undo()
+    rig.mirroring.start()
+    rig.until_state(MirrorState.OK)
+    assert rig.steps() == [400, 300]
+
+
 @pytest.mark.fault("M05")
 def test_a_damaged_commit_does_not_hold_up_the_others(rig: Rig) -> None:
     """It is logged and counted; the older and the newer commits are copied."""
