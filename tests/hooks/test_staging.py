@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from swansong._checkpoint.staging import finish, remove_leftovers, write_checkpoint
+from swansong._checkpoint.staging import _name_of, finish, remove_leftovers, write_checkpoint
 from swansong.layout import RankManifest
 
+from testkit.overlay import overlay
 from testkit.python_process import output_of
 
 MANIFEST = RankManifest(run="r", step=3, kind="emergency", files=[], request_id="q")
@@ -51,6 +53,17 @@ def test_only_finished_files_have_their_final_name(tmp_path: Path) -> None:
         ("rank-00000/index", 3),
         ("rank-00000/layers/0.bin", 1),
     ]
+
+
+def test_a_rank_finds_the_name_that_another_rank_gave_to_their_set(tmp_path: Path) -> None:
+    """Also on overlayfs, where the entry of a directory has another inode than the directory."""
+    with overlay(tmp_path) as run, contextlib.ExitStack() as opened:
+        for step in (2, 3):
+            (run / f"step-{step:012}.n").mkdir()
+        set_fd, run_fd = (os.open(each, os.O_RDONLY) for each in (run / "step-000000000003.n", run))
+        opened.callback(os.close, set_fd)
+        opened.callback(os.close, run_fd)
+        assert _name_of(set_fd, run_fd) == "step-000000000003.n"
 
 
 def test_moving_changes_no_file(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def _check_facts(
     kind = stat.S_IFMT(facts.st_mode)
     if kind not in (stat.S_IFREG, stat.S_IFDIR):
         raise StagingError(f"{path!r} is {_kind(facts.st_mode)}")
-    if facts.st_dev != device:
+    if kind == stat.S_IFDIR and facts.st_dev != device:
         raise StagingError(f"{path!r} is on another file system")
     if allowed_uids is not None and facts.st_uid not in allowed_uids:
         raise StagingError(
@@ -172,6 +172,11 @@ def _check_facts(
         )
     if kind == stat.S_IFREG and facts.st_nlink != 1:
         raise StagingError(f"{path!r} has {facts.st_nlink} names (hard links)")
+
+
+def _mount_id(fd: int) -> str:
+    lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
+    return next(line for line in lines if line.startswith("mnt_id:"))
 
 
 def _is_same(facts: os.stat_result, file: StagedFile) -> bool:
@@ -241,6 +246,9 @@ class SetDirectory:
                 if facts.st_nlink == 0:
                     raise FileNotFoundError(errno.ENOENT, "removed just now")
                 _check_facts(file.path, facts, self._device, None)
+                # On overlayfs a file has the device of its layer.
+                if facts.st_dev != self._device and _mount_id(fd) != _mount_id(self._fd):
+                    raise StagingError(f"{file.path!r} is on another file system")
                 if not _is_same(facts, file):
                     raise StagingError("changed after it was sealed")
                 os.set_blocking(fd, True)

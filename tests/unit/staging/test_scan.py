@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -24,6 +25,7 @@ from swansongd.staging import scan
 from swansongd.staging.remover import Remover
 
 from testkit.other_users import needs_root
+from testkit.overlay import mount, overlay
 from testkit.staged import ME, write_files
 
 
@@ -425,3 +427,21 @@ def test_a_mount_is_not_part_of_a_set(run: Path, path: str) -> None:
             scan.listing(run, "set")
     finally:
         libc.umount2(place, 2)
+
+
+def test_a_set_on_overlayfs_is_read_and_a_mounted_file_is_not(tmp_path: Path) -> None:
+    """Its files have another device than its directories, without any mount in the set."""
+    with overlay(tmp_path) as merged:
+        (merged / "set").mkdir()
+        place = merged / "set" / "a"
+        place.write_bytes(b"data")
+        (file,) = scan.listing(merged, "set")
+        os.close(scan.open_file(merged, "set", file))
+        assert place.stat().st_dev != place.parent.stat().st_dev
+        other = tmp_path / "upper" / "other"
+        other.write_bytes(b"data")
+        with ExitStack() as mounts:
+            mount(mounts, "bind", place, source=other)
+            (file,) = scan.listing(merged, "set")
+            with pytest.raises(StagingError, match="another file system"):
+                scan.open_file(merged, "set", file)

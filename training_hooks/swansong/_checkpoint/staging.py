@@ -308,11 +308,12 @@ def _rename(run_fd: int, name: str) -> str:
 
 def _name_of(set_fd: int, run_fd: int) -> str | None:
     """Return the sealed name that another rank has given to an open set."""
-    inode = os.fstat(set_fd).st_ino
-    with os.scandir(run_fd) as entries:
-        for entry in entries:
-            if entry.inode() == inode and layout.parse_sealed_name(entry.name) is not None:
-                return entry.name
+    wanted = os.fstat(set_fd)
+    for name in filter(layout.parse_sealed_name, os.listdir(run_fd)):
+        # Not the inode of the directory entry, which differs on overlayfs.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(name, dir_fd=run_fd, follow_symlinks=False), wanted):
+                return name
     return None
 
 
