@@ -161,6 +161,8 @@ def read_file(
     with os.fdopen(fd, "rb", buffering=0) as file:
         parts: list[bytes] = []
         left = max_bytes + 1
+        if os.fstat(fd).st_size > max_bytes:  # do not read gigabytes of a hole first
+            left = 0
         while left and (part := file.read(min(left, 1 << 20))):
             parts.append(part)
             left -= len(part)

@@ -30,6 +30,7 @@ from swansongd.core.events import (
     PeerRequested,
     RunRead,
     SignalledExited,
+    SignalRefused,
     SignalSent,
     SignalTrainer,
     TrainerAgreed,
@@ -523,6 +524,18 @@ def test_a_process_that_trains_on_after_its_signal_gets_another_one() -> None:
     story.now += 1.0
     story.commit(90, framework="dcp")
     assert story.verdicts[-1] == "SAFE generation 2 step 90"
+
+
+def test_a_second_signal_that_is_refused_is_given_up() -> None:
+    """The process may have ended.  The verdict stands, and the timeline has no failure of its request."""
+    story = signalled()
+    while len(story.all(SignalTrainer)) < 2:
+        story.wait(TICK_S)
+    story.tell(SignalRefused(story.last(SignalTrainer).request_id, "no such process"))
+    story.wait(1.0)
+    assert story.state.follow_up is not None
+    assert (story.state.follow_up.is_waiting, story.evacuation.refusal) == (False, "")
+    assert len(story.all(SignalTrainer)) == 2
 
 
 def test_a_process_is_signalled_again_only_10_s_after_its_save() -> None:

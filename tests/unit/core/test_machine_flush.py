@@ -294,6 +294,9 @@ def test_the_background_limit_is_not_taken_for_the_bandwidth() -> None:
     assert story.state.learned.bandwidth_bytes_per_s == pytest.approx(10 * MIB, rel=0.1)
     story.notice(in_s=100)
     sends(story, 200 * MIB, 4 * BANDWIDTH_MEMORY_S)
+    sends(story, 50 * MIB, 4 * BANDWIDTH_MEMORY_S)  # a notice lifts the limit: it is the store
+    assert story.state.learned.bandwidth_bytes_per_s == pytest.approx(50 * MIB, rel=0.1)
+    sends(story, 200 * MIB, 4 * BANDWIDTH_MEMORY_S)
     assert story.state.learned.bandwidth_bytes_per_s == pytest.approx(200 * MIB, rel=0.1)
     story.flushed()
     assert story.state.learned.pace.send_s_per_byte is None

@@ -587,6 +587,20 @@ def with_another_launch(*, asks: bool = False) -> Node:
     return node
 
 
+def test_a_launch_began_with_the_first_of_its_processes() -> None:
+    """The ranks of one launch ask in any order; one whose processes began in between is newer."""
+    node = started()
+    node.seal_part(9)
+    node.now += 1
+    node.leave()
+    for connection, rank, pid in ((1, 0, 300), (2, 1, 320), (3, 1, 310)):
+        node.join(connection, rank=rank, nodes=2, pid=pid, start_id="")
+        node.tell(FinishAsked("newest" if connection == 3 else "second", connection))
+    node.scan()
+    node.complete()
+    assert finished(node) == ["newest"]
+
+
 @pytest.mark.fault("H01", "T09")
 @pytest.mark.parametrize("asks", [True, False])
 def test_a_process_of_an_abandoned_launch_takes_nothing_from_the_launch_that_waits(

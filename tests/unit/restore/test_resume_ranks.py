@@ -14,7 +14,7 @@ from swansong_bucket.stores.base import ObjectStore
 from testkit.committed import commit, file_store, tree
 from testkit.odd_store import OddStore
 from testkit.restore_rig import Asked, RestoreRig
-from testkit.story import a_set
+from testkit.story import Story, a_set
 from testkit.waiting import until
 
 FILES = {"rank-00000/model.bin": b"a" * 5000, "rank-00001/model.bin": b"b" * 5000}
@@ -97,6 +97,23 @@ def test_a_deleted_download_is_fetched_again(vm: Vm, tmp_path: Path) -> None:
     Path(first.path).rename(tmp_path / "elsewhere")
     again = vm.answer(1)
     assert (again.step, tree(Path(again.path))) == (100, FILES)
+
+
+def test_a_deleted_set_in_staging_is_not_given_to_the_next_rank(vm: Vm) -> None:
+    """It gets the newest checkpoint that there is."""
+    local = a_set(110)
+    vm.story = Story()
+    vm.story.staging = [local]
+    vm.story.join(ranks=3)
+    vm.story.scan()
+    first, second = (RestoreQuery(f"rank-{rank}", start_id="a") for rank in (0, 1))
+    vm.run.path.joinpath(local.directory).mkdir()
+    assert vm.ask(first).answer().step == 110
+    vm.run.path.joinpath(local.directory).rmdir()
+    vm.story.staging = []
+    vm.story.scan()
+    commit(vm.store, FILES, step=100)
+    assert vm.ask(second).answer().step == 100
 
 
 def test_ranks_in_the_queue_get_the_progress_of_the_current_download(vm: Vm) -> None:

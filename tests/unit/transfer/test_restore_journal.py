@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from swansong import openat
 from swansong_bucket.format.manifest import chunks_of
 from swansong_bucket.model import Chunk, CommitRef
-from swansong_bucket.transfer import journal
+from swansong_bucket.transfer import journal, target
 
 from testkit.committed import named_shard
 
@@ -81,3 +85,14 @@ def test_a_journal_names_the_chunks_of_another_choice_of_files() -> None:
     data = written(list(range(len(CHUNKS))))
     assert journal.parse(data, IDENTITY, CHUNKS[2:]) == of_store([2, 3, 4])
     assert journal.parse(written([3, 4]), IDENTITY, CHUNKS) == of_store([3, 4])
+
+
+@pytest.mark.fault("S1")
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+def test_a_file_that_other_users_could_write_continues_no_restore(
+    tmp_path: Path, mode: int
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "file").chmod(mode)
+    with openat.held(openat.open_directory(tmp_path)) as fd, pytest.raises(openat.UnsafeFileError):
+        target._open_own("file", os.O_RDONLY, dir_fd=fd)
