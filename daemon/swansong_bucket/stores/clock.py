@@ -11,11 +11,22 @@ from swansong_bucket.errors import Transient
 from swansong_bucket.stores.http.client import Response
 from swansong_bucket.util.http1 import http_date
 
+CLOCK_HINT = "The clock of this VM is wrong: run sudo timedatectl set-ntp true, or the command that swansong doctor prints"
+_CLOCK_WORDS = (
+    "Signature expired", "Signature not yet current", "RequestExpired",  # AWS STS
+    "in a reasonable timeframe",  # Google's OAuth 2.0 server
+    "AADSTS700024",  # Microsoft Entra ID
+)  # fmt: skip
 _VALID_S = 3600.0
 _TOLERANCE = timedelta(minutes=5)
 """Stores accept signatures of the last and of the next 15 minutes."""
 _CORRECTION_MAX = timedelta(days=1)
 """A false store gets no signatures that are valid later."""
+
+
+def is_clock_problem(message: str) -> bool:
+    """Whether the server of the credentials refused a signature for its time, which the SDKs do not correct."""
+    return any(word in message for word in _CLOCK_WORDS)
 
 
 class StoreClock:

@@ -33,6 +33,7 @@ from swansong_bucket.stores.base import (
     is_certificate_problem,
     named,
 )
+from swansong_bucket.stores.clock import CLOCK_HINT, is_clock_problem
 from swansong_bucket.stores.http.client import Response, Wire
 from swansong_bucket.util.http1 import retry_after_s
 
@@ -184,6 +185,8 @@ def translated(what: str, classified: Callable[[Exception, str], StoreError]) ->
         if is_certificate_problem(error):
             hint = "The certificate of the server of the credentials is not trusted on this VM"
             raise Permanent(message, hint=hint) from error
+        if is_clock_problem(message):
+            raise Permanent(message, hint=CLOCK_HINT) from error
         raise classified(error, message) from error
 
 

@@ -7,7 +7,9 @@ from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
 import pytest
+from swansong_bucket.errors import Permanent
 from swansong_bucket.stores.clock import SigningClock
+from swansong_bucket.stores.remote import translated
 
 pytestmark = pytest.mark.fault("O06")
 HOUR = timedelta(hours=1)
@@ -30,3 +32,23 @@ def test_no_date_of_a_store_is_an_error(date: str) -> None:
     clock = SigningClock()
     assert not clock.explains(clock.now(), date)
     assert abs(clock.now() - datetime.now(UTC)) < timedelta(seconds=60)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "An error occurred (SignatureDoesNotMatch) when calling the AssumeRole operation: Signature expired: "
+        "20300101T000000Z is now earlier than 20300101T004500Z (20300101T010000Z - 15 min.)",
+        "('invalid_grant: Invalid JWT: Token must be a short-lived token (60 minutes) and in a reasonable "
+        "timeframe. Check your iat and exp values in the JWT claim.', {'error': 'invalid_grant'})",
+        "AADSTS700024: Client assertion is not within its valid time range.",
+    ],
+)
+def test_credentials_that_were_refused_for_their_time_name_the_clock(message: str) -> None:
+    """The SDKs sign these requests with the clock of the VM; the hint has the command that sets it."""
+    with (
+        pytest.raises(Permanent) as caught,
+        translated("credentials", lambda _error, text: Permanent(text, hint="set credentials")),
+    ):
+        raise ValueError(message)
+    assert "timedatectl" in caught.value.hint

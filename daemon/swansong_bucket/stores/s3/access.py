@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 from swansong_bucket.config.sections import StoreAccess
 from swansong_bucket.errors import Exists, NotFound, Permanent, StoreError, Transient
 from swansong_bucket.stores.base import Body, Sink, bucket_and_prefix, named
-from swansong_bucket.stores.clock import SigningClock, StoreClock
+from swansong_bucket.stores.clock import CLOCK_HINT, SigningClock, StoreClock
 from swansong_bucket.stores.credentials import CredentialCache
 from swansong_bucket.stores.http.client import Response, Wire
 from swansong_bucket.stores.remote import ENDPOINT, WireLimits, refusal, translated, wire_to
@@ -63,7 +63,7 @@ _REGION = "Set store.region to the region of the bucket"
 _UNSUPPORTED = "This store lacks an operation that Swansong needs: use another store"
 _HINTS = {
     "NoSuchBucket": "Create the bucket, or fix store.url",
-    _CLOCK_CODE: "The clock of this VM is wrong: fix time synchronisation",
+    _CLOCK_CODE: CLOCK_HINT,
     "AccessDenied": _RIGHTS,
     "403": _RIGHTS,
     **dict.fromkeys(_ELSEWHERE_CODES, _REGION),
