@@ -11,7 +11,7 @@ from swansong_bucket.errors import Transient
 from swansong_bucket.stores.http.client import Response
 from swansong_bucket.util.http1 import http_date
 
-CLOCK_HINT = "The clock of this VM is wrong: run sudo timedatectl set-ntp true, or the command that swansong doctor prints"
+CLOCK_HINT = "The clock of this VM is wrong: sudo timedatectl set-ntp true, or see swansong doctor"
 _CLOCK_WORDS = (
     "Signature expired", "Signature not yet current", "RequestExpired",  # AWS STS
     "in a reasonable timeframe",  # Google's OAuth 2.0 server
@@ -25,7 +25,7 @@ _CORRECTION_MAX = timedelta(days=1)
 
 
 def is_clock_problem(message: str) -> bool:
-    """Whether the server of the credentials refused a signature for its time, which the SDKs do not correct."""
+    """Whether the server of the credentials refused a signature for its time.  No SDK corrects it."""
     return any(word in message for word in _CLOCK_WORDS)
 
 

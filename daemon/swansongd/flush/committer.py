@@ -63,8 +63,8 @@ _CLAIM_RETRY_S_MAX = 10.0
 _CLAIM_RETRY_URGENT_S = 0.5
 _READ_RETRY_S = 2.0
 """Time between two looks whether work that waits for the end of an evacuation may be done."""
-_CLAIM, _COMMIT = "claim", "commit"
-"""The operations that are reported to the health of the store."""
+_CLAIM, _COMMIT, _COUNT = "claim", "commit", "count"
+"""The operations that are reported to the health of the store.  Each is repeated until it succeeds."""
 _OBSOLETE = (
     "chunks that only an earlier commit names, or that no commit has named for too long, are sent"
 )
@@ -355,7 +355,7 @@ class Committer:
         except FencedError as error:
             self._post(_fence_of(error))
         except SwansongError as error:  # the next commit checks again
-            self._health.failed(_COMMIT, error.line())
+            _log.warning("fence_not_checked", kind=error.kind, error=error.line())
 
     # ------------------------------------------------------------------ earlier commits
 
@@ -483,7 +483,9 @@ class Committer:
             if _fence_of(error).is_news(self._claimant.recorded_generation):
                 self._post(_fence_of(error))
         except SwansongError as error:  # the core requests the check again
-            self._health.failed(_COMMIT, error.line())
+            self._health.failed(_COUNT, error.line())
+        else:
+            self._health.ok(_COUNT)
         finally:
             self._post(counted)
 

@@ -888,6 +888,21 @@ def test_a_check_of_the_fence_reports_only_newer_generations(
     assert not any(isinstance(event, FenceFound) for event in rig.events.queue)
 
 
+def test_the_health_of_the_store_recovers_without_a_commit(
+    rig: CommitterRig, working: Committer
+) -> None:
+    """Looks at other VMs failed in an outage, such as after a suspension, and the training has ended."""
+    count = CheckComplete(CommitRef(1, 10), 2, None)
+    with rig.outage():
+        working.check_complete(count)
+        working.check_fence()
+        assert working.drain(10)
+        assert rig.is_failing()
+    working.check_complete(count)
+    assert working.drain(10)
+    assert not rig.is_failing()
+
+
 def test_two_farewells_of_one_second_have_different_keys(
     rig: CommitterRig, working: Committer
 ) -> None:

@@ -37,10 +37,8 @@ def test_no_date_of_a_store_is_an_error(date: str) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        "An error occurred (SignatureDoesNotMatch) when calling the AssumeRole operation: Signature expired: "
-        "20300101T000000Z is now earlier than 20300101T004500Z (20300101T010000Z - 15 min.)",
-        "('invalid_grant: Invalid JWT: Token must be a short-lived token (60 minutes) and in a reasonable "
-        "timeframe. Check your iat and exp values in the JWT claim.', {'error': 'invalid_grant'})",
+        "Signature expired: 20300101T000000Z is now earlier than 20300101T004500Z",
+        "invalid_grant: Invalid JWT: Token must be a short-lived token and in a reasonable timeframe.",
         "AADSTS700024: Client assertion is not within its valid time range.",
     ],
 )
