@@ -62,9 +62,8 @@ MUTANTS = (
     Mutant("swansong_bucket.runs.commit", "    if newest > claim.generation:\n        newer",
            "    if newest > claim.generation + 1:\n        newer"),
     Mutant("swansong_bucket.mirror.copier",
-           "        data, manifest = self._read_manifest(place)\n        is_new",
-           "        data, manifest = self._read_manifest(place)\n"
-           "        self._put(key, data)\n        is_new"),
+           "        self.copy_claims()\n        is_new",
+           "        self.copy_claims()\n        self._put(key, data)\n        is_new"),
     Mutant("swansong_bucket.mirror.chunk_copies",
            "self.gate.run(lambda: self.mirror.create(chunk.key, Body(data, lambda _: check())))", "pass"),
     Mutant("swansong_bucket.retention.prune", "        named = _marked(found, remaining)",
