@@ -20,7 +20,9 @@ from swansong.protocol import (
     Finished,
     Hello,
     Message,
+    NotRequested,
     Request,
+    RequestQuery,
     Restored,
     RestoreQuery,
     Sealed,
@@ -49,9 +51,12 @@ class FakeDaemon:
         self.staging.mkdir(exist_ok=True)
         self.restorable: Callable[[], tuple[Path, int] | None] = lambda: None
         self.on_query: Callable[[str], object] | None = None
+        self.on_request_query: Callable[[], list[Message]] = lambda: [NotRequested()]
         self.commits = True
         """Whether a set is committed as soon as a rank has sealed it."""
         self.is_signed = False
+        self.takes_request_query = True
+        """Whether it knows RequestQuery; an older daemon does not."""
         self.sends_targets = True
         """Whether the step after the greatest one is the target, when all connected ranks have accepted."""
         self.received: list[Message] = []
@@ -163,7 +168,11 @@ class FakeDaemon:
     def _answers(self, connection: socket.socket, message: Message) -> list[Message]:
         if isinstance(message, Hello):
             welcome = Welcome(
-                run="run", staging=str(self.staging), generation=1, is_signed=self.is_signed
+                run="run",
+                staging=str(self.staging),
+                generation=1,
+                takes_request_query=self.takes_request_query,
+                is_signed=self.is_signed,
             )
             connection.send(protocol.encode(welcome))
             with self._lock:
@@ -175,6 +184,8 @@ class FakeDaemon:
         if isinstance(message, Sealed) and self.commits:
             is_final = self._is_final(self.staging / message.directory)
             self.send(Committed(generation=1, step=message.step, is_final=is_final))
+        if isinstance(message, RequestQuery):
+            return self.on_request_query()
         if isinstance(message, Finish):
             return [Finished(message.start_id)]
         if isinstance(message, RestoreQuery):

@@ -559,6 +559,8 @@ class TrainerView(Measures):
     """The first step that it reported on this connection, or of its last start; -1 before."""
     is_connected: bool = True
     """False after the connection ended, while the process may still reconnect."""
+    asks_for_request: bool = False
+    """It got SIGTERM, and waits to know whether a checkpoint is requested."""
     process_start: int = 0
     """Start of its process, in clock ticks since the boot; 0 if it could not be read."""
 

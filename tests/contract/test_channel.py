@@ -17,6 +17,7 @@ from swansong_bucket.errors import SwansongError, Unreachable
 from swansong_bucket.model import UNKNOWN_PARENT, Parent
 from swansong_tools.commands.client import DaemonClient
 from swansongd.core.events import (
+    RequestAsked,
     StartBegun,
     TrainerAccepted,
     TrainerFailed,
@@ -43,7 +44,9 @@ def test_hello_gets_a_welcome_and_posts_the_rank(running: RunningChannel) -> Non
     """A rank gets the directory and the generation; the decision loop gets the rank."""
     with running.connect() as client:
         client.send(protocol.Hello(run="", rank=3, world_size=8, local_world_size=4, step=7))
-        welcome = protocol.Welcome(run="r1", staging="/staging/r1", takes_digests=True)
+        welcome = protocol.Welcome(
+            run="r1", staging="/staging/r1", takes_digests=True, takes_request_query=True
+        )
         assert client.receive() == welcome
         (joined,) = running.wait(TrainerJoined)
         assert (joined.trainer.pid, joined.trainer.rank, joined.trainer.step) == (os.getpid(), 3, 7)
@@ -61,6 +64,7 @@ def test_messages_become_events(running: RunningChannel) -> None:
         client.send(protocol.Begin("a~1"))
         client.send(protocol.Progress(2, start_id="a~1", parent="a", parent_step=2))
         client.send(protocol.Accepted("q", 4))
+        client.send(protocol.RequestQuery())
         client.send(protocol.Sealed(5, "step-5", 2.0, 11, "q"))
         client.send(protocol.Failed("q", 5, "disk full"))
         client.send(protocol.Declined("q", "busy"))
@@ -72,6 +76,7 @@ def test_messages_become_events(running: RunningChannel) -> None:
         StartBegun(number, "a~1"),
         TrainerProgress(number, 2, start_id="a~1", parent=Parent("a", 2)),
         TrainerAccepted(number, "q", 4),
+        RequestAsked(number),
         TrainerSealed(number, "q", 5, 2.0, 11),
         TrainerFailed(number, "q", "disk full", 5),
         TrainerFailed(number, "q", "declined: busy"),

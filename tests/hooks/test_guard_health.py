@@ -19,10 +19,12 @@ from swansong._daemon.progress import PauseWatch, Reporter
 from swansong.layout import RankManifest
 from swansong.protocol import (
     Accepted,
+    Bye,
     Hello,
     Message,
     Progress,
     Request,
+    RequestQuery,
     RestoreQuery,
     Sealed,
     Withdrawn,
@@ -460,7 +462,51 @@ def test_ranks_that_get_sigterm_wait_for_a_request_or_leave_together(
     until(lambda: all(each._session.staging and each._session.start.id for each in guards))
     for guard, is_requested in zip(guards, requested, strict=True):
         ids = iter(["r1" if is_requested else "", "r1"])  # a late one comes during a longer wait
-        guard._agreement.wait_requested = lambda _, ids=ids: next(ids)  # type: ignore[misc]
+        guard._agreement.wait_requested = lambda *_, ids=ids, **__: next(ids)  # type: ignore[misc]
         guard._agreement.wait_taken = lambda *_: True  # type: ignore[method-assign]
         guard._answer()
     assert [guard._has_left for guard in guards] == [requested[0]] * 2
+
+
+def test_after_sigterm_a_trainer_waits_for_the_answer_of_its_daemon(
+    daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon may be slow; it gets the query again when a connection is lost."""
+    monkeypatch.setattr("swansong.guard.SIGNALS_APART_S", 0.0)
+    counter = Counter()
+    guard = attach({"counter": counter}, stop_after_save=True)
+    until(lambda: guard._session.staging)
+    step_to(guard, counter, 3)
+    guard._answer()
+    assert len(daemon.all_of(RequestQuery)) == 1, (
+        "it ends after the answer that there is no request"
+    )
+    answers: list[list[Message]] = [[], [Request("r1", "test", 60.0)]]
+    monkeypatch.setattr(daemon, "on_request_query", lambda: answers.pop(0))
+    ending = threading.Thread(target=guard._answer)
+    ending.start()
+    daemon.wait_for(RequestQuery, 2)
+    daemon.drop()
+    until(lambda: guard.request is not None or not ending.is_alive())
+    step_to(guard, counter, 5)
+    assert guard.should_stop
+    monkeypatch.setattr(guard, "_is_request_taken", lambda: pytest.fail("it waits again"))
+    again = threading.Thread(target=guard._answer)  # the checkpoint was saved before SIGTERM
+    again.start()
+    guard.close()
+    ending.join()
+    again.join()
+
+
+def test_an_older_daemon_is_not_asked_for_a_request(
+    daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would refuse the unknown message, and close the connection."""
+    monkeypatch.setattr("swansong.guard.SIGNALS_APART_S", 0.0)
+    daemon.takes_request_query = False
+    guard = attach({"counter": Counter()})
+    until(lambda: guard._session.staging)
+    guard._answer()
+    guard.close()
+    daemon.wait_for(Bye)
+    assert not daemon.all_of(RequestQuery)

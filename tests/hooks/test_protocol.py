@@ -54,12 +54,13 @@ KINDS = (*protocol.FROM_TRAINER, *protocol.FROM_DAEMON)
 
 
 FROM_TRAINER = """
-    hello progress accepted agreed peer_request finish begin sealed failed declined restore_query shards_taken
-    digested redone_query compared bye status_query notify notify_withdrawn take_over
+    hello progress accepted agreed peer_request finish begin request_query sealed failed declined
+    restore_query shards_taken digested redone_query compared bye
+    status_query notify notify_withdrawn take_over
 """
 FROM_DAEMON = """
-    welcome refused request target withdrawn committed fenced finished start_drawn restoring shard_verified
-    restored redone status noted
+    welcome refused request not_requested target withdrawn committed fenced finished start_drawn restoring
+    shard_verified restored redone status noted
 """
 
 

@@ -46,8 +46,8 @@ RESTORE_ENV = "SWANSONG_RESTORE"
 """Environment variable with a directory to restore from.  It overrides the daemon."""
 FINISH_PATIENCE_S = 300.0
 """Longest wait of :meth:`Guard.finish` for the commit of the last state."""
-REQUEST_ARRIVAL_S = 1.0
-"""Longest wait after SIGTERM for a request of the daemon, which may get the signal a little later."""
+SIGNALS_APART_S = 1.0
+"""Longest time from SIGTERM to the daemon's own signal; only then can the daemon know of no request."""
 LEAVE_PATIENCE_S = 10.0
 """Longest wait for earlier copies before a save without lost ranks; torchrun sends SIGKILL after 30 s."""
 _LOOK_S = 0.05
@@ -741,29 +741,39 @@ class Guard:
 
     def _answer(self) -> None:
         """After SIGTERM, let the training loop answer a request; the daemon may have got a notice, too."""
-        staging = self._session.staging
-        if staging is None:
+        if self._session.staging is None:
             return
+        self._answered = threading.Event()
+        if not self._should_stop and self._is_request_taken():
+            self._has_left = True
+            self._answered.wait(END_LIMIT_S)
+            self._saver.wait(END_LIMIT_S)
+        while self._should_stop and not self._closed:
+            time.sleep(_LOOK_S)  # the script ends by itself, with its exit code
+
+    def _is_request_taken(self) -> bool:
+        """Wait for a request, and then for its checkpoint; returns whether this rank has taken it."""
+        agreement, session = self._agreement, self._session
+        ended_id = agreement.ended_id
         # The other half is for a save without lost ranks, of which a checkpoint of all ranks never comes.
         limit_s = END_LIMIT_S / 2 if self._can_lose_ranks else END_LIMIT_S
-        self._answered = threading.Event()
-        request_id = self._agreement.wait_requested(REQUEST_ARRIVAL_S)
+        request_id = agreement.wait_requested(
+            SIGNALS_APART_S,
+            ended_id=ended_id,
+            answer_limit_s=END_LIMIT_S / 2 if session.welcome.takes_request_query else 0.0,
+        )
         if self._can_lose_ranks:
             waits = agree_to_wait(
                 self._ranks,
-                self._session.start.id,
-                staging=staging,
-                secret=self._session.welcome.naming_secret,
+                session.start.id,
+                staging=session.welcome.staging,
+                secret=session.welcome.naming_secret,
                 is_requested=bool(request_id),
             )
-            request_id = (request_id or self._agreement.wait_requested(limit_s)) if waits else ""
-        is_taken = request_id != "" and self._agreement.wait_taken(request_id, limit_s)
-        self._has_left |= is_taken
-        if is_taken:
-            self._answered.wait(END_LIMIT_S)
-            self._saver.wait(END_LIMIT_S)
-        while is_taken and self._should_stop and not self._closed:
-            time.sleep(_LOOK_S)  # the script ends by itself, with its exit code
+            if not waits:
+                return False
+            request_id = request_id or agreement.wait_requested(limit_s, ended_id=ended_id)
+        return request_id != "" and agreement.wait_taken(request_id, limit_s)
 
     def _terminated(self) -> None:
         if not self._closed:

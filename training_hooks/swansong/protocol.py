@@ -190,6 +190,14 @@ class Begin(ToDaemon):
 
 
 @dataclass(frozen=True)
+class RequestQuery(ToDaemon):
+    """Query of a rank that got SIGTERM, and ends with the checkpoint of a request if there is one.
+
+    The answer is the :class:`Request` of each checkpoint that may still come, or :class:`NotRequested`.
+    """
+
+
+@dataclass(frozen=True)
 class Sealed(ToDaemon):
     """A set has its sealed name.  ``request_id`` is empty for a periodic checkpoint."""
 
@@ -305,6 +313,8 @@ class Welcome(FromDaemon):
     """Shortest grace period to expect on this VM; 0 if unknown."""
     takes_digests: Flag = False
     """Whether the daemon knows Digested, RedoneQuery and Compared; an older one would refuse them."""
+    takes_request_query: Flag = False
+    """Whether the daemon knows RequestQuery; an older one would refuse it."""
     is_signed: Flag = False
     """Whether the daemon restores only checkpoints with a signature of the run's key."""
     naming_secret: Id = ""
@@ -328,6 +338,11 @@ class Request(FromDaemon):
     seconds_left: Seconds
     """Time until the VM is terminated, from the moment of sending."""
     urgency: Id = "emergency"
+
+
+@dataclass(frozen=True)
+class NotRequested(FromDaemon):
+    """Answer to RequestQuery: no checkpoint is requested, and no request will be repeated."""
 
 
 @dataclass(frozen=True)

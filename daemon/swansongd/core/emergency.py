@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from swansong.protocol import NotRequested
 from swansong_bucket.model import PEER_SOURCE, CheckpointId, Verdict
 
-from swansongd.core import course, gpus, planner, proof
-from swansongd.core.events import Rescan, SignalTrainer
+from swansongd.core import course, gpus, planner, proof, ranks
+from swansongd.core.events import Rescan, Send, SignalTrainer
 from swansongd.core.planner import Plan, PlanKind
 from swansongd.core.request import fail, reconcile_target, record_if_committed, send
 from swansongd.core.request_ids import AGAIN, FOLLOW_UP
@@ -191,6 +192,16 @@ def will_repeat(transition: Transition) -> bool:
     plan = planned(transition, left_s=transition.left_s)
     is_safe = proof.prove(state)[0] is Verdict.SAFE
     return plan.kind is PlanKind.TAKE and plan.fits and not is_safe
+
+
+def answer_asking(transition: Transition) -> None:
+    """Answer the ranks that got SIGTERM, once no request waits for them and none will be repeated."""
+    asking = [trainer for trainer in transition.state.connected if trainer.asks_for_request]
+    is_repeated = transition.state.evacuation is not None and will_repeat(transition)
+    if asking and not transition.waiting_requests and not is_repeated:
+        transition.do(Send(NotRequested(), tuple(trainer.connection for trainer in asking)))
+        for trainer in asking:
+            ranks.update(transition, replace(trainer, asks_for_request=False))
 
 
 def _fail_if_unusable(

@@ -149,6 +149,13 @@ class PeerRequested(FromTrainer):
 
 
 @dataclass(frozen=True, slots=True)
+class RequestAsked(FromTrainer):
+    """A rank got SIGTERM, and asks whether a checkpoint is requested."""
+
+    connection: int
+
+
+@dataclass(frozen=True, slots=True)
 class FinishAsked(FromTrainer):
     """This start of a job over several VMs is about to begin, and waits for the commits of earlier ones."""
 
@@ -404,7 +411,7 @@ class Tick:
 Event = (
     NoticeRaised | NoticeWithdrawn | SourceChanged | GpusRead
     | TrainerJoined | TrainerLeft | TrainerProgress | TrainerAccepted | TrainerAgreed
-    | TrainerSealed | TrainerFailed | PeerRequested | FinishAsked | StartBegun | ProcessFound
+    | TrainerSealed | TrainerFailed | PeerRequested | RequestAsked | FinishAsked | StartBegun | ProcessFound
     | RestoreAsked | RolledBack | RunRead | PredecessorFound | PredecessorDenied | PaceRead | HistoryRead
     | SignalSent | SignalRefused | SignalledExited
     | Scanned | GenerationClaimed | FlushProgress | Flushed | FlushFailed

@@ -97,6 +97,13 @@ def record_begun(transition: Transition, connection: int, start_id: str) -> None
         update(transition, replace(trainer, start_id=start_id, parent=UNKNOWN_PARENT))
 
 
+def record_asking(transition: Transition, connection: int) -> None:
+    """A rank got SIGTERM, and asks whether a checkpoint is requested."""
+    trainer = transition.state.ranks.on(connection)
+    if trainer is not None:
+        update(transition, replace(trainer, asks_for_request=True))
+
+
 def record_measures(transition: Transition, event: TrainerProgress) -> None:
     """Update the measurements of a rank; a value that the event lacks stays as it was."""
     trainer = transition.state.ranks.on(event.connection)

@@ -483,6 +483,7 @@ class TrainerChannel:
             generation=self._generation,
             grace_s=self.grace_s,
             takes_digests=True,
+            takes_request_query=True,
             is_signed=self._is_signed,
             naming_secret=self._naming_secret(connection.peer.uid),
         )

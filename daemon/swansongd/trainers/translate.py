@@ -11,6 +11,7 @@ from swansong_bucket.util.printable import printable
 from swansongd.core.events import (
     FinishAsked,
     PeerRequested,
+    RequestAsked,
     StartBegun,
     TrainerAccepted,
     TrainerAgreed,
@@ -44,6 +45,8 @@ def event_of(connection: int, message: Message) -> Observed:
             return TrainerAgreed(message.request_id, message.step)
         case protocol.PeerRequest():
             return PeerRequested(message.request_id, short(message.reason), message.seconds_left)
+        case protocol.RequestQuery():
+            return RequestAsked(connection)
         case protocol.Finish():
             return FinishAsked(message.start_id, connection)
         case protocol.Begin():

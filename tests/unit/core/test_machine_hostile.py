@@ -62,6 +62,7 @@ SAID = (
     protocol.Accepted,
     protocol.Agreed,
     protocol.PeerRequest,
+    protocol.RequestQuery,
     protocol.Begin,
     protocol.Sealed,
     protocol.Failed,

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import pytest
 from swansong.layout import sealed_name
-from swansong.protocol import Request, Target, Withdrawn
+from swansong.protocol import NotRequested, Request, Target, Withdrawn
 from swansong_bucket.model import CommitRef, Severity, Start
 from swansongd.core import emergency
 from swansongd.core.arrival import RECONNECT_S
-from swansongd.core.emergency import REQUESTS_MAX, SIGNAL_AGAIN_S
+from swansongd.core.emergency import REPEAT_S_MAX, REQUESTS_MAX, SIGNAL_AGAIN_S
 from swansongd.core.events import (
     Conclude,
     Log,
+    RequestAsked,
     Rescan,
     RunRead,
     Scanned,
@@ -385,3 +386,21 @@ def test_a_process_that_starts_too_late_for_a_checkpoint_is_not_signalled() -> N
     story.wait(19)
     story.process("process-b", 901)
     assert [action.request_id for action in story.all(SignalTrainer)] == [first]
+
+
+@pytest.mark.fault("T09")
+def test_a_rank_that_got_sigterm_is_told_that_no_request_will_come() -> None:
+    """Not while a request waits, or a failed one will be repeated: the rank would end too early."""
+    story = joined(step=7)
+    story.tell(RequestAsked(1))
+    story.wait(1.0)
+    assert story.sent(NotRequested) == [Send(NotRequested(), (1,))]
+    story.notice(in_s=60)
+    for _ in range(2):
+        story.tell(RequestAsked(1))
+        story.tell(TrainerFailed(1, story.request_id, "no space left", 7))
+        story.wait(REPEAT_S_MAX)
+    assert len(story.all(Request)) == 3
+    assert len(story.all(NotRequested)) == 1
+    story.withdraw()
+    assert len(story.all(NotRequested)) == 2

@@ -158,6 +158,8 @@ class DaemonSession:
             self.agreement.target(message)
         elif isinstance(message, protocol.Withdrawn):
             self.agreement.withdraw(message.request_id)
+        elif isinstance(message, protocol.NotRequested):
+            self.agreement.not_requested()
         elif isinstance(message, protocol.StartDrawn):
             if self.rendezvous is None:
                 self.start.learn(message.start_id)

@@ -19,7 +19,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swansong.bounds import NEVER
-from swansong.protocol import Accepted, Declined, Failed, Message, Request, Sealed, Target
+from swansong.protocol import (
+    Accepted,
+    Declined,
+    Failed,
+    Message,
+    Request,
+    RequestQuery,
+    Sealed,
+    Target,
+)
 
 AGREEMENT_LIMIT_S = 5.0
 """Longest wait at a step boundary.  The limit is a tenth of the time left if that is shorter."""
@@ -165,6 +174,10 @@ class Agreement:
     """An emergency request has arrived, even if it has been answered or withdrawn since."""
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _active: _Active | None = None
+    _newest_id: str = ""
+    """Id of the last request that has arrived, which may have been answered since."""
+    _is_asking: bool = False
+    """The daemon has not answered yet whether it requests a checkpoint."""
     _answers: dict[str, Message] = field(default_factory=dict)
     _periodic_at: int = NEVER
 
@@ -182,6 +195,7 @@ class Agreement:
         with self._changed:
             if request.id not in self._answers and self._find(request.id) is None:
                 self.attend_at = -1
+                self._newest_id = request.id
                 self.had_emergency |= request.urgency == "emergency"
                 left_s = max(0.0, request.seconds_left)
                 self._active = _Active(
@@ -219,15 +233,46 @@ class Agreement:
         with self._changed:
             self._changed.wait_for(lambda: self._find(request_id) is None, limit_s)
 
-    def wait_requested(self, limit_s: float) -> str:
-        """Wait until a request is in progress, and return its id; empty if the limit passed first."""
+    @property
+    def ended_id(self) -> str:
+        """Id of the newest request if it has ended; empty while it is in progress."""
         with self._changed:
-            # In looks: while the process is stopped, or a C function holds the interpreter's lock, no request
-            # can arrive here, and the time must not count.
-            for _ in range(max(1, round(limit_s / _LOOK_S))):
-                if self._changed.wait_for(lambda: self._active is not None, _LOOK_S):
-                    break
-            return "" if self._active is None else self._active.request.id
+            return self._newest_id if self._active is None else ""
+
+    def wait_requested(self, limit_s: float, *, ended_id: str, answer_limit_s: float = 0.0) -> str:
+        """Wait until a request is in progress, or has arrived after ``ended_id``, and return its id.
+
+        Args:
+            limit_s: longest wait for a request, in seconds.
+            ended_id: the property of this name, at the time from which requests count.
+            answer_limit_s: if positive, ask the daemon after that wait, and wait for its answer at most this
+                long.
+
+        Returns:
+            Id of the request, which the training loop may have answered since; empty without one.
+        """
+        with self._changed:
+            self._look(limit_s, lambda: self._newest_id != ended_id)
+            if answer_limit_s and self._newest_id == ended_id:
+                self._is_asking = bool(self.send(RequestQuery()))  # False without a connection
+                self._look(
+                    answer_limit_s, lambda: self._newest_id != ended_id or not self._is_asking
+                )
+                self._is_asking = False
+            return self._newest_id if self._newest_id != ended_id else ""
+
+    def _look(self, limit_s: float, is_over: Callable[[], bool]) -> None:
+        # In looks: while the process is stopped, or a C function holds the interpreter's lock, no message can
+        # arrive here, and the time must not count.
+        for _ in range(max(1, round(limit_s / _LOOK_S))):
+            if self._changed.wait_for(is_over, _LOOK_S):
+                return
+
+    def not_requested(self) -> None:
+        """Record the daemon's answer that it requests no checkpoint."""
+        with self._changed:
+            self._is_asking = False
+            self._changed.notify_all()
 
     def wait_taken(self, request_id: str, limit_s: float) -> bool:
         """Wait until this rank has taken the checkpoint of a request; whether it is copied or in staging."""
@@ -254,8 +299,10 @@ class Agreement:
                 self._end_request()
 
     def resend(self) -> None:
-        """Repeat the last answer after a reconnect."""
+        """Repeat the last answer, and a query without an answer, after a reconnect."""
         with self._changed:
+            if self._is_asking:
+                self.send(RequestQuery())
             if self._active is not None:
                 self.send(self._active.answer)
             elif self._answers:
