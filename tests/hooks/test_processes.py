@@ -39,6 +39,7 @@ child = os.fork()
 if child == 0:
     assert not sockets()
     guard.step(2)
+    guard.step(3)
     assert guard.poll() is None and guard.request is None
     assert not guard.save(3)
     assert guard.restore() == 0
@@ -57,20 +58,24 @@ guard.step(5)
 
 @pytest.mark.fault("S26")
 def test_a_forked_child_is_not_a_rank(daemon: FakeDaemon) -> None:
-    """The child has no connection and does nothing; that of the parent is unaffected."""
+    """The child has no connection and does nothing, with a warning; that of the parent is unaffected."""
     trainer = subprocess.Popen(
         [sys.executable, "-c", FORKING],
         env={**os.environ, "SWANSONG_SOCKET": daemon.path},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     )
     assert trainer.stdout is not None
     assert trainer.stdout.readline() == "forked\n"
     daemon.request()
     daemon.wait_for(Accepted)
-    trainer.communicate("continue\n", timeout=100)
+    _, warnings = trainer.communicate("continue\n", timeout=100)
     assert trainer.returncode == 0
+    advice = "call attach() in the process that trains"
+    told = [line.split("(")[0] for line in warnings.splitlines() if line.endswith(advice)]
+    assert told == ["guard.step", "guard.restore"], warnings
     # The last message of the connection: all messages before it have been read.
     assert [bye.reason for bye in (daemon.wait_for(Bye), *daemon.all_of(Bye)[1:])] == ["exit"]
     assert [sealed.step for sealed in daemon.all_of(Sealed)] == [1, 4, 5]

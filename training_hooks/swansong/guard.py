@@ -147,6 +147,8 @@ class Guard:
         self._repeats = 0
         """Calls of :meth:`step` with the step of the one before."""
         self._closed = False
+        self._is_inherited = False
+        """Whether this process is a fork of the one that has attached."""
         self._is_opening = True
         self._is_prepared = False
         """Whether the state has prepared for copies."""
@@ -163,7 +165,6 @@ class Guard:
         self._has_left = False
         self._leaving = threading.Lock()
         """Held during the only save without lost ranks: both the loop and SIGTERM may begin it."""
-        self._can_lose_ranks = ranks.world_size > 1 and isinstance(state, Divisible)
         self._termination: Termination | None = None
         if HAS_DAEMON:
             is_last = self._can_lose_ranks
@@ -355,6 +356,8 @@ class Guard:
             )
             if self._session.rendezvous is not None:
                 self._session.rendezvous.announce_absence()
+        elif self._is_inherited:
+            self._warn_of_fork("restore")
         if manifest is None and self._agreement.step < 0:
             self._check_resume()
         step = self._loaded(manifest)
@@ -531,6 +534,8 @@ class Guard:
     def _observe_step(self) -> None:
         """Check what only shows in the first steps: in the first one a mistake still raises."""
         self._is_opening = False  # a mistake raises once
+        if self._is_inherited:
+            self._warn_of_fork("step")
         if not self._closed:
             check_ranks(self._ranks)
             self._is_opening = self._state.observe_step()
@@ -688,7 +693,7 @@ class Guard:
 
     def _check_resume(self) -> None:
         """A run begins: check first that it can be resumed, if the environment asks for it."""
-        if not self._ranks.rank:
+        if not self._ranks.rank and not self._closed:
             check_command(self._ranks.world_size, lambda: self.preempting)
 
     def _started(self, step: int, loaded: Loaded) -> None:
@@ -727,6 +732,11 @@ class Guard:
         self._session.channel.tick_s = WATCHFUL_TICK_S if is_watchful else TICK_S
 
     # ------------------------------------------------------------ the end
+
+    @property
+    def _can_lose_ranks(self) -> bool:
+        """Whether the other ranks can save a last checkpoint without one of them."""
+        return self._ranks.world_size > 1 and isinstance(self._state, Divisible)
 
     def _exit(self) -> None:
         self._leave(getattr(sys, "last_value", None))
@@ -820,6 +830,14 @@ class Guard:
             self._agreement = self._session.agreement
             atexit.unregister(self._exit)
 
+    def _warn_of_fork(self, method: str) -> None:
+        log.log(
+            self._session.channel.absence_level,
+            "guard.%s() saves and restores nothing here: this process is a fork of the one that called"
+            " swansong.attach(); call attach() in the process that trains",
+            method,
+        )
+
     def _is_of(self, socket_path: str, ranks: Ranks) -> bool:
         """Whether this guard is open, and the daemon would take another one of ``ranks`` for the same."""
         is_same = (socket_path, ranks.rank) == (self._session.channel.path, self._ranks.rank)
@@ -827,7 +845,8 @@ class Guard:
 
     def _forked(self) -> None:
         # A child, such as a data loader's worker, is not a rank: it must not use the connection.
-        self._closed = True
+        self._is_inherited |= not self._closed
+        self._is_opening = self._closed = True
         if self._termination is not None:
             self._termination.forked()
         self._session.channel.close_in_child()
