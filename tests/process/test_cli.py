@@ -37,7 +37,7 @@ from swansong_tools.commands.run_supervisor import EXIT_SAVED
 from swansongd.observe.status import DaemonStatus, from_json, to_json
 
 from testkit.committed import commit, file_store, flip_bit, object_path, tree
-from testkit.rig import BIN
+from testkit.rig import BIN, CREDENTIALS
 from testkit.waiting import until
 
 YOUNG = ["younger than 24 h"]
@@ -809,3 +809,32 @@ def test_a_closed_pipe_is_not_an_error(place: Place) -> None:
     )
     os.close(write_fd)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+CLOSED = 'exec "$@" <&- >&- 2>&-'
+OPEN = "import os; [os.fstat(fd) for fd in range(3)]"
+"""A trainer that fails if it gets no standard streams."""
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        (["swansong", "version"], 0),
+        (["swansong", "run", "--run", "r", "--", sys.executable, "-c", OPEN], 0),
+        (["swansongd", "--config", "missing.toml"], errors.ConfigError.exit_code),
+        (["swansongd", "--check", "--config", "swansong.toml"], 0),
+    ],
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else value,
+)
+def test_closed_standard_streams_change_nothing(
+    place: Place, command: list[str], code: int
+) -> None:
+    """A service manager may start a program without them; files and sockets never get their numbers."""
+    done = subprocess.run(
+        ["sh", "-c", CLOSED, "sh", str(BIN / command[0]), *command[1:]],
+        cwd=place.config.parent,
+        env={**os.environ, **CREDENTIALS, "XDG_STATE_HOME": str(place.tmp_path / "state")},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == code

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from swansong_bucket.errors import EXIT_CODES, ConfigError, SwansongError, Unreachable
+from swansong_bucket.util.standard_streams import replace_closed
 from swansongd import __version__
 from swansongd.config.config import DEFAULT_PATH
 
@@ -112,6 +113,7 @@ def _module(command: str) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    replace_closed()
     words = sys.argv[1:] if argv is None else argv
     args = parser(words).parse_args(words)
     try:

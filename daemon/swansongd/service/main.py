@@ -11,6 +11,7 @@ from pathlib import Path
 
 import structlog
 from swansong_bucket.errors import DAEMON_EXIT_CODES, EXIT_CODES, ConfigError, SwansongError
+from swansong_bucket.util.standard_streams import replace_closed
 
 import swansongd
 from swansongd.config.config import DEFAULT_PATH, load
@@ -36,6 +37,7 @@ exit codes:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run until stopped, then exit immediately, even if a thread still blocks in a request."""
+    replace_closed()
     parser = argparse.ArgumentParser(
         prog="swansongd",
         description="Upload the checkpoints of a training run before this VM is terminated.",
