@@ -33,6 +33,7 @@ def sockets():
 guard = swansong.attach({"c": Counter()}, every_steps=1)
 guard.restore()
 assert guard.save(1)
+guard.step(1)
 connection = sockets()
 assert len(connection) == 1
 child = os.fork()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import re
 import selectors
@@ -136,6 +137,23 @@ def test_every_loss_and_the_saved_checkpoint_count(
     report = check(tmp_path, TRAINER, end)
     assert report.saved_steps == [KILL_AT]
     assert report.losses == STEPS
+
+
+def test_a_trainer_may_be_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new Python imports it by its module and name."""
+    module = (
+        f"import sys\ndef train():\n    sys.argv.append('stays')\n    exec({TRAINER!r}, {{}})\n"
+    )
+    (tmp_path / "trained.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    report = check_resume(
+        importlib.import_module("trained").train,
+        steps=STEPS,
+        kill_at=[KILL_AT],
+        environment={"PYTHONPATH": os.pathsep.join([ENVIRONMENT["PYTHONPATH"], str(tmp_path)])},
+        limit_s=60,
+    )
+    assert (report.saved_steps, report.losses) == ([KILL_AT], STEPS)
 
 
 def test_a_process_that_survives_the_kill_does_not_block_the_check(

@@ -261,6 +261,22 @@ def test_dcp_does_not_save_one_rank_as_the_whole_job(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_dcp_saves_and_loads_in_the_given_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors in host memory need one with gloo, next to the group of the training."""
+    groups: list[object] = []
+    for name in ("save", "load"):
+        monkeypatch.setattr(
+            f"swansong.dcp.dcp.{name}", lambda _, **options: groups.append(options["process_group"])
+        )
+    group = object()
+    state = DcpState({}, process_group=group)
+    save_part(state, tmp_path)
+    state.load(tmp_path)
+    assert groups == [group, group]
+
+
 def test_an_index_of_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     """Each of two ranks took itself for the whole job: neither state is loaded as if it were that of both."""
     trainer = Trainer(1)
