@@ -181,7 +181,7 @@ def test_torchrun_kills_after_its_shutdown_timeout(
 
 
 ELASTIC = """
-import json, os, swansong
+import json, os, swansong, threading
 import torch
 import torch.distributed as dist
 
@@ -189,8 +189,9 @@ dist.init_process_group("gloo")
 guard = swansong.attach(save=lambda d: (d / "x").write_text("x"), load=lambda d: None)
 guard.restore()
 print(json.dumps({"pid": os.getpid(), "world": dist.get_world_size()}) + "\\n", end="", flush=True)
-value, step = torch.zeros(1), 0
+value, step, pause = torch.zeros(1), 0, threading.Event()
 while True:
+    pause.wait(0.02)  # without a pause the ranks take all cores, and torchrun loses agents that are slow
     dist.all_reduce(value)
     step += 1
     guard.step(step)
@@ -203,7 +204,7 @@ def agent(python: str, daemon: FakeDaemon, script: Path, port: int, *, is_host: 
         "is_host": int(is_host),
         "last_call_timeout": 5,
         "keep_alive_interval": 1,
-        "keep_alive_max_attempt": 5,
+        "keep_alive_max_attempt": 8,  # as in testkit/netns/cluster.py
     }
     rendezvous = ",".join(f"{name}={value}" for name, value in settings.items())
     return Torchrun(
