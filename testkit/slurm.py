@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ SlurmctldHost={host}({controller})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={directory}/munge.sock,cred_expire=1
+AuthInfo=socket={directory}/munge.sock
 SlurmctldPidFile={directory}/slurmctld.pid
 SlurmdPidFile={directory}/%n.pid
 SlurmdSpoolDir={directory}/spool-%n
@@ -45,9 +46,12 @@ SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0
 SlurmctldTimeout=10
 SlurmdTimeout=10
 ReturnToService=2
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 NodeName=node1 NodeAddr=10.78.0.1 CPUs=2
 NodeName=node2 NodeAddr=10.78.0.2 CPUs=2
 PartitionName=spot Nodes=node1,node2 Default=YES
+PartitionName=urgent Nodes=node1,node2 PriorityTier=2
 """
 _NODE = """
 hostname {name}
@@ -68,17 +72,20 @@ class Slurm:
     Args:
         directory: a short path, for sockets, logs and disks.
         started: ends what this starts.
+        settings: more lines of slurm.conf.
     """
 
-    def __init__(self, directory: Path, started: ExitStack) -> None:
+    def __init__(self, directory: Path, started: ExitStack, settings: str = "") -> None:
         self.directory = directory
         self._controller = Namespace()
         started.callback(self._controller.close)
         self._networks: dict[str, Namespace] = {}
+        self._running: dict[str, ExitStack] = {}
+        """Ends the processes of a node."""
         self._environment = {"SLURM_CONF": str(directory / "slurm.conf")}
         host = socket.gethostname().partition(".")[0]
         (directory / "slurm.conf").write_text(
-            _CONF.format(host=host, controller=_CONTROLLER_ADDRESS, directory=directory)
+            _CONF.format(host=host, controller=_CONTROLLER_ADDRESS, directory=directory) + settings
         )
         (directory / "hosts").write_text("127.0.0.1 localhost\n10.78.0.1 node1\n10.78.0.2 node2\n")
         key = directory / "munge.key"
@@ -103,16 +110,30 @@ class Slurm:
             until((directory / "munge.sock").exists, what="munged")
             started.enter_context(self._processes("slurmctld", "-D", "-i"))
         for number, name in enumerate(NODES, 1):
-            network = self._networks[name] = self._connect(name, number, started)
-            script = _NODE.format(directory=directory, disk=directory / name, name=name)
-            with network.inside():
-                started.enter_context(self._processes("sh", "-euc", script))
+            self._networks[name] = self._connect(name, number, started)
+            self._running[name] = started.enter_context(ExitStack())
+            self.boot(name)
         until(lambda: self.run("sinfo", "-h", "-o", "%T %D") == "idle 2", what="two idle nodes")
 
     def run(self, *command: str, **environment: str) -> str:
         """Standard output of a command of a user of the cluster."""
         with self._controller.inside():
             return _run(*command, **self._environment, **environment)
+
+    def boot(self, node: str) -> None:
+        """Start a node, without a notice; after a power-off with an empty disk."""
+        script = _NODE.format(directory=self.directory, disk=self.directory / node, name=node)
+        with self._networks[node].inside():
+            Aws("http://127.0.0.1").withdraw()
+            _run("ip", "link", "set", "eth0", "up")
+            self._running[node].enter_context(self._processes("sh", "-euc", script))
+
+    def power_off(self, node: str) -> None:
+        """Break the network of a node, then end its processes and empty its disk."""
+        with self._networks[node].inside():
+            _run("ip", "link", "set", "eth0", "down")
+        self._running[node].close()
+        shutil.rmtree(self.directory / node)
 
     def start_jobs_on(self, node: str) -> None:
         """Let only this node start jobs."""
@@ -134,7 +155,6 @@ class Slurm:
             _run("ip", "link", "set", name, "master", "switch", "up")
         with network.inside():
             _run("ip", "link", "set", "lo", "up")
-            _run("ip", "link", "set", "eth0", "up")
             _run("ip", "address", "add", f"10.78.0.{number}/24", "dev", "eth0")
             _run("ip", "address", "add", f"{METADATA_ADDRESS}/32", "dev", "lo")
             emulator = EmulatorProcess(

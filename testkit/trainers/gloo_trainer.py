@@ -86,10 +86,10 @@ def main() -> None:
         factor = math.nan if is_bad_here and step >= bad_from else 1.0
         optimizer.zero_grad()
         (-factor * ddp(inputs)).sum().backward()
-        optimizer.step()
-        state.values["step"] = step
         loss = torch.tensor([factor])
         dist.all_reduce(loss)
+        optimizer.step()  # after all collectives: a rank that loses its peer there has not started this step
+        state.values["step"] = step
         guard.step(step, loss=float(loss))
         emit(step=step)
         if not guard.healthy and step > bad_from:

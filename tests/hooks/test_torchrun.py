@@ -151,6 +151,7 @@ def test_ranks_send_hello_and_again_after_a_restart(
     until(lambda: [s for s in daemon.all_of(Sealed) if s.request_id == "r2"])
 
 
+@pytest.mark.fault("OE10")
 def test_sigterm_to_torchrun_ends_the_workers(torchrun: Torchrun) -> None:
     """It passes the signal on, and the hooks do not block it."""
     torchrun.wait_ranks()
@@ -159,6 +160,7 @@ def test_sigterm_to_torchrun_ends_the_workers(torchrun: Torchrun) -> None:
     until(lambda: not any(is_running(pid) for pid in torchrun.pids), what="the workers' end")
 
 
+@pytest.mark.fault("OE10")
 def test_torchrun_kills_after_its_shutdown_timeout(
     daemon: FakeDaemon, tmp_path: Path, warm_python: str
 ) -> None:

@@ -176,6 +176,7 @@ def test_a_notice_moves_the_job_to_another_node(cluster: Cluster, expected: str)
     assert [record["digest"] for record in cluster.records("digest")] == [expected, expected]
 
 
+@pytest.mark.fault("OE06")
 def test_a_node_that_dies_moves_the_job_to_another_node(cluster: Cluster, expected: str) -> None:
     """Without a notice, all workers resume from the newest commit, and train to the same weights."""
     driver = cluster.train("20")

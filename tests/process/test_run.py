@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import swansong
 from swansong_bucket.errors import Unreachable
+from swansong_bucket.model import Verdict
 from swansong_tools.commands import main, run
 from swansong_tools.commands.client import DaemonClient
+from swansong_tools.commands.notify import EXIT_BY_VERDICT
 from swansong_tools.commands.run_supervisor import EXIT_SAVED
 from swansongd.observe.status import DaemonStatus
 
@@ -39,6 +41,9 @@ def load(directory):
     global step
     step = int((directory / "step").read_text())
 print(json.dumps({"pids": [os.getpid(), subprocess.Popen(["sleep", "600"], start_new_session=True).pid]}))
+sys.stdout.flush()
+if "imports" in sys.argv:
+    signal.pause()
 guard = swansong.attach(save=save, load=load, stop_after_save="stop" in sys.argv)
 print(json.dumps({"resumed": guard.restore()}), flush=True)
 if "fail" in sys.argv:
@@ -191,6 +196,34 @@ def test_a_longer_grace_period_is_that_of_the_notice(start: Start) -> None:
     log = (command.socket.parent / "swansongd.log").read_text()
     (left_s,) = re.findall(r"evacuation .*phase=notice.* seconds_left=([0-9.]+)", log)
     assert 90 < float(left_s) <= 100
+
+
+@pytest.mark.fault("OE08")
+def test_sigterm_before_the_trainer_has_connected_ends_it_without_a_verdict(start: Start) -> None:
+    """The exit code is that of the signal: no checkpoint was asked for."""
+    command = start("imports")
+    (pid, *_) = until(command.lines.all, what="the trainer")[0]["pids"]
+    command.process.kill(signal.SIGTERM)
+    assert command.process.wait() == 128 + signal.SIGTERM
+    command.said(
+        "SIGTERM: the trainer is not connected to the daemon, and ends without a checkpoint"
+    )
+    assert not is_running(pid)
+
+
+@pytest.mark.fault("OE08")
+def test_a_trainer_that_does_not_answer_ends_with_the_grace_period(start: Start) -> None:
+    """The verdict and the exit code are LOST, and no process is left for the scheduler to kill."""
+    constants = {"swansong_tools.commands.run_supervisor._STOP_LIMIT_S": 1.0}
+    command = start(
+        options=("run", "--run", "r", "--grace", "5s"), program=with_constants(constants)
+    )
+    pids = command.training()
+    os.kill(pids[0], signal.SIGSTOP)
+    command.process.kill(signal.SIGTERM)
+    assert command.process.wait() == EXIT_BY_VERDICT[Verdict.LOST]
+    command.said("LOST: ")
+    assert not any(map(is_running, pids))
 
 
 def test_several_ranks_get_no_signal_after_safe(start: Start) -> None:

@@ -239,7 +239,7 @@ def test_pods_of_a_job_continue_each_other(podman: Podman, aws: Aws, files: Path
 
 
 @pytest.mark.timeout(600, func_only=True)
-@pytest.mark.fault("H03")
+@pytest.mark.fault("H03", "OE05")
 def test_a_stopped_pod_of_a_jobset_ends_the_others(podman: Podman, files: Path) -> None:
     """SIGTERM to one of two pods, each on its own node, ends both with 75 at one step, where both resume."""
     torch = pytest.importorskip("torch")

@@ -83,6 +83,7 @@ def test_the_job_of_the_jobset_is_the_job_on_several_nodes() -> None:
         (1, None),
     ],
 )
+@pytest.mark.fault("OE09")
 def test_the_action_of_each_exit_code(code: int, action: str | None) -> None:
     """A verdict costs no retry, an error that each pod would repeat ends the Job, and others are counted."""
     for rule in JOB["podFailurePolicy"]["rules"]:
@@ -98,15 +99,18 @@ def test_the_action_of_each_exit_code(code: int, action: str | None) -> None:
     ("page", "rule"),
     [
         ("slurm.md", r"case \$code in ([\d |]+)\) scontrol requeue"),
+        ("slurm.md", r"`RequeueExit=([\d,]+)`"),
         ("skypilot.md", r"recover_on_exit_codes: \[([\d, ]+)\]"),
     ],
 )
+@pytest.mark.fault("OE09")
 def test_a_job_starts_again_after_each_verdict(page: str, rule: str) -> None:
     """Also if no training was seen: the job was told of the notice before its first step."""
     (codes,) = re.findall(rule, (REPOSITORY / "docs" / "trainers" / page).read_text())
     assert {int(code) for code in re.findall(r"\d+", codes)} == set(VERDICTS)
 
 
+@pytest.mark.fault("OE09")
 def test_dstack_retries_after_a_verdict_and_its_signal_reaches_the_command() -> None:
     """To dstack an exit code is an ``error`` and a vanished VM an ``interruption``.  The shell must not stay
     between its signal and ``swansong run``, which has less time than the 10 s until SIGKILL."""

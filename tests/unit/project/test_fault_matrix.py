@@ -21,6 +21,7 @@ LAYERS = {
     "hooks": "SP",
     "hooks_frameworks": "P",
     "hooks_jax": "P",
+    "hooks_ray": "P",
     "monitoring": "SP",
     "contract": "C",
     "process": "P",
