@@ -328,9 +328,9 @@ class RestoreConfig:
     prefetch: bool = _key(
         read.yes_or_no,
         True,
-        about="Fetch the newest whole commit when the daemon starts, before a trainer asks. The "
-        "prefetch leaves room in staging for two further checkpoints, and pauses during an "
-        "evacuation. See docs/operations/restore.md.",
+        about="Fetch the newest whole commit when the daemon starts, and each newer one until a start "
+        "of the training begins on this VM. The prefetch leaves room in staging for two further "
+        "checkpoints, and pauses during an evacuation. See docs/operations/restore.md.",
     )
 
 

@@ -41,10 +41,19 @@ def why_no_prefetch(state: State, newest: CommitRef | None) -> str:
     if known is not None and known.generation == state.generation and known != newest:
         return "this VM has committed a newer checkpoint"
     if newest is None:
-        may_come = not state.commits.is_run_read or state.starts.predecessor is not None
-        return "" if may_come else "the run has no commit"
+        return "" if state.generation is None else "the run has no commit"
     local = newest_local(state, newest)
     return "" if local is None else f"step {local.id.step} is in staging"
+
+
+def may_follow(state: State) -> bool:
+    """Whether another VM trains perhaps, and commits what a start on this VM will resume from.
+
+    A start that waits in the rendezvous of its launcher has not begun.  In a handover the looks at the other
+    VM find its commits.
+    """
+    is_alone = state.start is None or not state.start.is_live
+    return is_alone and state.starts.predecessor is None
 
 
 def why_waiting(state: State, now_mono_s: float) -> str:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fetches the newest whole commit when the daemon starts, before a trainer asks.
+"""Fetches the newest whole commit before a trainer asks, and each newer one until a start begins here.
 
-:mod:`swansongd.core.resume` has the rule when there is nothing to fetch.  A trainer that asks gets the
-finished directory, or joins the download, see :mod:`swansongd.restore.downloads`.  The thread ends with the
-first answer to a trainer, or once training has begun without one.  It then deletes what no trainer got.
+:mod:`swansongd.core.resume` has the rules when there is nothing to fetch, and when newer commits count.
+A trainer that asks gets the finished directory, or joins the download, see
+:mod:`swansongd.restore.downloads`.  The thread ends with the first answer to a trainer, or once training has
+begun without one.  It then deletes what no trainer got.
 
 The prefetch only reads the bucket.  It therefore needs no generation, and begins before the claim.
 
@@ -32,6 +33,8 @@ from swansongd.staging.prepare import explained
 from swansongd.util.unix import SHORT_OF_RESOURCES
 
 _LOOK_INTERVAL_S = 0.2
+_LIST_INTERVAL_S = 2.0
+"""Between listings while another VM may commit: less than torchrun needs for a rendezvous and its workers."""
 _RETRY_S_FIRST = 0.5
 _RETRY_S_MAX = 15.0
 NO_ROOM_FOR_ALL = "staging has no room for the shards of all VMs"
@@ -56,7 +59,8 @@ class Prefetch:
         self._downloads = downloads
         self._state = context.state
         self._stop = context.stop
-        self._is_listed = False
+        self._listed_mono_s: float | None = None
+        """When the newest listing began."""
         self._newest: CommitRef | None = None
         self._fetched: Download | None = None
         """The newest finished download."""
@@ -133,7 +137,7 @@ class Prefetch:
         if self._is_answered.is_set():
             self._show(PrefetchState.ANSWERED)
             return True
-        if not self._is_listed:
+        if self._listed_mono_s is None:
             return False
         reason = resume.why_no_prefetch(self._state(), self._newest)
         if reason:
@@ -141,14 +145,18 @@ class Prefetch:
         return bool(reason)
 
     def _fetch_newest(self) -> None:
-        if not self._is_listed:
+        state, now_mono_s = self._state(), self._context.monotonic()
+        is_due = self._listed_mono_s is None or (
+            resume.may_follow(state) and now_mono_s >= self._listed_mono_s + _LIST_INTERVAL_S
+        )
+        if is_due:
             # Without retries: this thread repeats the listing itself.
-            near = self._context.state().generation or 0
+            near = (state.generation or 0) if self._newest is None else self._newest.generation
             self._newest = commit.newest_whole_commit(
                 self._context.store, self._context.keys, near=near
             )
-            self._is_listed = True
-        state = self._state()
+            self._listed_mono_s = now_mono_s
+            state = self._state()
         self._newest = resume.newest_known(state, self._newest)
         if self._newest is None or state.staging.first_scan_mono_s is None or self._is_over():
             return
@@ -163,6 +171,10 @@ class Prefetch:
         try:
             fetched = self._downloads.fetch(wish)
         except NoRoom as error:
+            if fetched is None and self._fetched is not None:
+                self._fetched = None  # it takes room, and no trainer will get it
+                self._downloads.remove_unasked()
+                return
             if fetched is None and not error.has_other_vms:
                 raise
             reason = NO_ROOM_FOR_ALL

@@ -9,7 +9,7 @@ import math
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -130,14 +130,16 @@ class Vm(RestoreRig[Held]):
             self.store.release.set()
 
 
-def leave_room_for(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def leave_room_for(
+    parts: int, monkeypatch: pytest.MonkeyPatch, used: Callable[[], int] = lambda: 0
+) -> None:
     """Staging has room for this number of parts of one VM, 5,120 bytes each."""
     real = os.fstatvfs
 
     def bounded(fd: int) -> Any:
         facts = list(real(fd))
         facts[0:2] = [1, 1]
-        facts[4] = parts * 5120
+        facts[4] = (parts - used()) * 5120
         return os.statvfs_result(facts)
 
     monkeypatch.setattr(os, "fstatvfs", bounded)
@@ -190,6 +192,43 @@ def test_the_prefetch_follows_the_vm_that_still_trains(vm: Vm) -> None:
     reads = len(vm.store.given)
     answer = vm.ask().answer()
     assert (answer.step, len(vm.store.given)) == (120, reads)
+
+
+@pytest.mark.fault("OE04")
+def test_the_prefetch_follows_the_job_until_a_start_begins_here(vm: Vm) -> None:
+    """The trainer of this VM waits in the rendezvous of its launcher while other VMs commit.  A start of this
+    VM ends the listings."""
+    vm.prefetch.start()
+    vm.shows("waiting")
+    vm.story.tell(RunRead(None))
+    for step in (100, 110):
+        vm.commit(step)
+        until(lambda step=step: vm.prefetch.status().step == step, what="the next commit")  # type: ignore[misc]
+        vm.shows("ready")
+        until(lambda: len(vm.directories) == 1, what="one directory")
+    vm.story.grants = False
+    vm.story.join()
+    listed, began_mono_s = vm.store.lists, vm.context.monotonic()
+    until(lambda: vm.context.monotonic() > began_mono_s + 20, what="ten intervals")
+    assert vm.store.lists <= listed + 1
+    reads = len(vm.store.given)
+    vm.story.grant(vm.state.starts.claiming)
+    assert (vm.ask().answer().step, len(vm.store.given)) == (110, reads)
+
+
+@pytest.mark.fault("G24")
+def test_an_older_prefetch_makes_room_for_the_next_commit(
+    vm: Vm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Staging has room for one prefetch and two further checkpoints: no trainer will get the older one."""
+    vm.commit(100)
+    leave_room_for(3, monkeypatch, lambda: len([*vm.restored.glob("[!.]*")]))
+    vm.prefetch.start()
+    vm.shows("ready")
+    vm.commit(110)
+    until(lambda: vm.prefetch.status().step == 110, what="the next commit")
+    vm.shows("ready")
+    assert len(vm.directories) == 1
 
 
 def test_a_trainer_joins_the_prefetch_in_progress(vm: Vm) -> None:
@@ -299,7 +338,8 @@ def test_a_fresh_run_needs_no_prefetch(vm: Vm) -> None:
     """Until the claim, an earlier VM may still commit."""
     vm.prefetch.start()
     vm.shows("waiting")
-    vm.story = Story()
+    vm.story.tell(RunRead(None))
+    vm.story.join()
     vm.shows("not_needed", "no commit")
 
 
