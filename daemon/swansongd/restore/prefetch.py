@@ -33,8 +33,10 @@ from swansongd.staging.prepare import explained
 from swansongd.util.unix import SHORT_OF_RESOURCES
 
 _LOOK_INTERVAL_S = 0.2
-_LIST_INTERVAL_S = 2.0
-"""Between listings while another VM may commit: less than torchrun needs for a rendezvous and its workers."""
+_LIST_S_FIRST = 2.0
+"""Between listings while another VM may commit: less than torchrun needs for a rendezvous and its workers ..."""
+_LIST_S_MAX = 15.0
+"""... and, doubled after each listing without news, at most this: a day costs 6,000 listings."""
 _RETRY_S_FIRST = 0.5
 _RETRY_S_MAX = 15.0
 NO_ROOM_FOR_ALL = "staging has no room for the shards of all VMs"
@@ -61,6 +63,7 @@ class Prefetch:
         self._stop = context.stop
         self._listed_mono_s: float | None = None
         """When the newest listing began."""
+        self._list_s = _LIST_S_FIRST
         self._newest: CommitRef | None = None
         self._fetched: Download | None = None
         """The newest finished download."""
@@ -147,15 +150,15 @@ class Prefetch:
     def _fetch_newest(self) -> None:
         state, now_mono_s = self._state(), self._context.monotonic()
         is_due = self._listed_mono_s is None or (
-            resume.may_follow(state) and now_mono_s >= self._listed_mono_s + _LIST_INTERVAL_S
+            resume.may_follow(state) and now_mono_s >= self._listed_mono_s + self._list_s
         )
         if is_due:
             # Without retries: this thread repeats the listing itself.
             near = (state.generation or 0) if self._newest is None else self._newest.generation
-            self._newest = commit.newest_whole_commit(
-                self._context.store, self._context.keys, near=near
-            )
-            self._listed_mono_s = now_mono_s
+            found = commit.newest_whole_commit(self._context.store, self._context.keys, near=near)
+            is_news = found != self._newest
+            self._list_s = _LIST_S_FIRST if is_news else min(2 * self._list_s, _LIST_S_MAX)
+            self._newest, self._listed_mono_s = found, now_mono_s
             state = self._state()
         self._newest = resume.newest_known(state, self._newest)
         if self._newest is None or state.staging.first_scan_mono_s is None or self._is_over():
