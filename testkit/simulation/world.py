@@ -1753,6 +1753,8 @@ class World:
         if made is None or point is None or made.ref != last:
             return
         is_loaded = point == trainer.line.loaded and self._reported.issuperset(connections)
+        # A set that the start has not loaded may still become the newest commit.
+        is_loaded &= self.state.is_scanned and not self.state.uncommitted
         answers = [
             staged.id.step
             for staged in self.sealed
