@@ -34,7 +34,7 @@ from swansongd.util.unix import SHORT_OF_RESOURCES
 
 _LOOK_INTERVAL_S = 0.2
 _LIST_S_FIRST = 2.0
-"""Between listings while another VM may commit: less than torchrun needs for a rendezvous and its workers ..."""
+"""Between listings while another VM may commit: less than a rendezvous of torchrun takes ..."""
 _LIST_S_MAX = 15.0
 """... and, doubled after each listing without news, at most this: a day costs 6,000 listings."""
 _RETRY_S_FIRST = 0.5
