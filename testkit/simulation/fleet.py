@@ -3,8 +3,9 @@
 
 The production machine, the claims and the commits run unchanged, one daemon for each VM.  This module plays
 ranks, the job's own store, staging, flushes and the bucket.  VMs are lost, daemons die, lag, or lose the
-store; the job restarts elastically, shrinks and grows.  After every event the invariants F1 to F5 are
-checked against the real content of the bucket:
+store; the job restarts elastically, shrinks and grows.  A replacement takes the place of a VM with a notice
+that still runs, and perhaps lives on.  After every event the invariants F1 to F5 are checked against the real
+content of the bucket:
 
 F1  A manifest belongs to a set that its VM has sealed, and names stored shards.
 F2  A manifest has the generation of the job start that sealed its set.
@@ -85,7 +86,7 @@ EVERY_STEPS = 20
 REPORT_STEPS = 4
 FAULTS = (
     "store_lost", "lost_reply", "daemon_dies", "lags", "vm_lost", "round_fails", "crash", "grows",
-    "late_scan", "survives", "not_pruned", "uneven",
+    "late_scan", "survives", "not_pruned", "uneven", "replaced",
 )  # fmt: skip
 
 
@@ -367,7 +368,7 @@ class Fleet:
 
     def __init__(self, seed: int, *, faults: Sequence[str] | None = None, vms: int = 0) -> None:
         self.random = random.Random(seed)
-        chosen = {name for name in FAULTS if self.random.random() < 0.5}
+        chosen = {name for name in FAULTS if name != "replaced" and self.random.random() < 0.5}
         self.faults = chosen if faults is None else set(faults)
         self.fired: set[str] = set()
         self.now = 1000.0
@@ -382,7 +383,9 @@ class Fleet:
         self.start_of: dict[CommitRef, Start] = {}
         self.starts: list[Start] = []
         self.start: Start | None = None
-        # Another random stream: seeds that found a bug before still find the bug.
+        # Other random streams: seeds that found a bug before still find the bug.
+        if faults is None and random.Random(f"replaced {seed}").random() < 0.5:
+            self.faults.add("replaced")
         self.takes_follow_ups = random.Random(f"follow-ups {seed}").random() < 0.7
         self.follow_ups: set[str] = set()
         """Ids of the follow-up requests."""
@@ -449,6 +452,11 @@ class Fleet:
             if self.start is not waiting:
                 return
             members = [vm for vm in self.vms if vm.is_alive]
+            leaving = [vm for vm in members if vm.notice is not None]
+            if leaving and self.chance("replaced", 0.5):
+                # The launcher leaves these VMs out, whose daemons still commit.
+                members = [vm for vm in members if vm not in leaving]
+                members += [self.add() for _ in leaving]
             if not members or (len(members) < 4 and self.chance("grows", 0.6)):
                 members.append(self.add())
             self.random.shuffle(members)  # the rendezvous numbers the VMs as it likes
@@ -590,6 +598,8 @@ class Fleet:
         notice = a_notice(deadline_mono_s=deadline, identity=f"vm{vm.number}:{self.now}")
         vm.notice = notice
         vm.post(lambda: NoticeRaised(notice), 0.2)
+        if self.chance("replaced", 0.5):
+            self.at(self.delay_s(in_s), lambda: self.restart(self.delay_s(5.0)))
 
         def ends() -> None:
             if vm.notice is notice and vm.is_alive and not self.chance("survives", 0.4):

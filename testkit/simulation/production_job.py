@@ -6,7 +6,7 @@ agreement.  The ranks complete each step together, as with a collective.  They m
 is slow, loses replies, and ends with rank 0 or with its VM.  Ranks, daemons and VMs are killed, and VMs
 freeze while the job starts again, perhaps with another number of VMs.  Requests of one VM reach the bucket
 late.  A launcher kills all ranks after the death of one, and starts the job again on the VMs that are left,
-perhaps with one rank more or less.
+perhaps with one rank more or less.  A new VM may take the place of a VM with a notice that still runs.
 
 Not covered: saves without lost ranks, which need torch, and rollbacks.
 """
@@ -19,6 +19,7 @@ import socket
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import swansong
@@ -236,6 +237,8 @@ class JobWorld(World):
         """Step of the checkpoint that answers a request, by start and request."""
         self.noticed: set[Vm] = set()
         self.connections = 0
+        # Another random stream: seeds that found a bug before still find the bug.
+        self.replaces = Random(f"replaces {seed}").random() < 0.3
         self._patch()
 
     def _patch(self) -> None:
@@ -367,6 +370,17 @@ class JobWorld(World):
                 self.count("one rank more or less")
             self._launch(left)
 
+    def _replace(self, old: JobVm) -> None:
+        """A new VM, whose daemon has run for a while, replaces a VM with a notice, which lives on."""
+        new = self._boot(len(self.vms))
+        new.start_daemon()
+        self.schedule.sleep(self.random.uniform(0, 6))
+        job = self.jobs[-1]
+        if new.is_on and old in job.local_ranks and old in self.running:
+            self.count("replaced before its end")
+            left = [vm for vm in job.vms if vm in self.running and vm is not old]
+            self._launch(dict.fromkeys([*left, new], job.local_ranks[old]))
+
     # ------------------------------------------------------------ what happens
 
     def run(self) -> None:
@@ -395,6 +409,8 @@ class JobWorld(World):
         for vm in noticed:
             self._notice(vm, deadline_s)
             self.schedule.sleep(random.choice([0, 0, 0.3, 3]))
+        if noticed and self.replaces:
+            self._replace(noticed[0])
         for _ in range(random.choice([0, 0, 1, 2])):
             self.schedule.sleep(random.uniform(0, min(4.0, deadline_s / 3)))
             self._disturb_job()

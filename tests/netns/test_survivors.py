@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from testkit import TRAINERS
-from testkit.netns.cluster import Cluster, part
+from testkit.netns.cluster import RENDEZVOUS_PORT, Cluster, Machine, part
 from testkit.rig import Process
+from testkit.waiting import until
 
 RANK = TRAINERS / "losing.py"
 
@@ -41,12 +42,20 @@ def first_new_step(trainer: Process, world: int, *, after: int) -> dict[str, Any
     return resumed
 
 
-def train(cluster: Cluster, count: int) -> list[Process]:
-    """Start a job on VMs that may continue with one VM less, and wait for step 20."""
+def launch(machines: list[Machine], first: Machine, count: int) -> list[Process]:
+    """Start torchrun for a job of ``count`` VMs, which may continue with one VM less."""
     arguments = ("--resize", "--every-steps", "100000", "--timeout-s", "10", "--meet", str(count))
+    nodes, endpoint = f"{count - 1}:{count}", first.address
+    return [
+        each.torchrun(*arguments, nodes=nodes, endpoint=endpoint, restarts=3, script=RANK)
+        for each in machines
+    ]
+
+
+def train(cluster: Cluster, count: int) -> list[Process]:
+    """Start a job, and wait for step 20."""
     machines = cluster.add(count)
-    nodes = f"{count - 1}:{count}"
-    trainers = cluster.start(machines, *arguments, nodes=nodes, restarts=3, script=RANK)
+    trainers = launch(machines, machines[0], count)
     for each in trainers:
         each.lines.wait(120, step=20, world=count)
     return trainers
@@ -91,18 +100,37 @@ def test_a_vm_that_disappears_costs_the_job_no_step(cluster: Cluster, *, has_not
 
 
 @pytest.mark.fault("N09")
-def test_after_safe_the_job_continues_without_the_vm(cluster: Cluster) -> None:
-    """A VM that ends after SAFE costs no step: the other one resumes the last step that it completed."""
+@pytest.mark.parametrize("has_replacement", [False, True])
+def test_after_safe_the_job_continues_without_the_vm(
+    cluster: Cluster, *, has_replacement: bool
+) -> None:
+    """A VM that ends after SAFE costs no step: the others resume the last step that they completed.
+
+    torchrun on a replacement waits in the rendezvous, while its daemon fetches each commit of the job.
+    """
     trainer, _ = train(cluster, 2)
     staying, doomed = cluster.machines
+    if has_replacement:
+        (joining,) = cluster.add(1)
+        (spare,) = launch([joining], staying, 2)
+        sockets = Path(f"/proc/{spare.pid}/net/tcp6")
+        until(lambda: f":{RENDEZVOUS_PORT:04X} 01 " in sockets.read_text(), what="the rendezvous")
     before = len(trainer.lines.all())
     doomed.notice(in_s=120)
+    began_s = time.monotonic()
     assert doomed.vm.daemon is not None
     safe = doomed.vm.daemon.lines.wait(60, event="verdict", verdict="SAFE")
+    print(f"SAFE {time.monotonic() - began_s:.1f} s after the notice")
+    if has_replacement:
+        assert joining.vm.daemon is not None
+        joining.vm.daemon.lines.wait(event="prefetched", step=safe["step"])
+        print(f"prefetched {time.monotonic() - began_s:.1f} s after the notice")
+        assert not joining.vm.daemon.lines.all(event="start_seen")
     print(f"lost {time.monotonic():.1f}")
     doomed.power_off()
-    resumed = first_new_step(trainer, 1, after=before)
-    steps = [line for line in trainer.lines.all(world=2) if "step" in line]
+    resumed = first_new_step(trainer, 2 if has_replacement else 1, after=before)
+    lines = trainer.lines.all()
+    steps = [line for line in lines[: lines.index(resumed)] if "step" in line]
     assert resumed["from_step"] == steps[-1]["step"] >= safe["step"]
     assert resumed["digest"] == steps[-1]["digest"]
     assert staying.vm.status()["generation"] > safe["generation"]

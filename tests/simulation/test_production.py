@@ -20,7 +20,10 @@ WANTED = {
     *("SAFE", "resumed", "daemon killed", "trainer killed", "reply lost", "VM frozen"),
     *("daemon ended", "power cut", "metadata fault"),
 }
-JOB_WANTED = {"SAFE", "resumed", "power off", "launcher started the job again", "disturbed"}
+JOB_WANTED = {
+    *("SAFE", "resumed", "power off", "launcher started the job again", "disturbed"),
+    "replaced before its end",
+}
 KINDS = {"signed", "unsigned", "user", "both"}
 
 
