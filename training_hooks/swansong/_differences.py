@@ -30,6 +30,7 @@ _CODES = {
 """Codes of ``struct`` by the types' names in safetensors files and in ``.npy`` files."""
 _NAMED = re.compile(
     "without a position|outside of the state|is not in the state|are not in the state|they are not saved"
+    "|has other contents"
 )
 """In a warning of the hooks about objects that training uses and no checkpoint contains."""
 _SHOWN = 3
@@ -145,8 +146,8 @@ def likely_cause(differences: list[Difference], written: str) -> str:
         )
     if kind == "value":
         return (
-            "a value is not restored, or changes between the save and the end of the step: call guard.step()"
-            " last in the loop body"
+            "a value is not restored, or changes between the save and the end of the step (call guard.step()"
+            " last in the loop body), or follows from something outside of the state, such as a generator"
         )
     return (
         "no generator, loader or value of the state differs, so something outside of the state decides: a"
