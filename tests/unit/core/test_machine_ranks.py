@@ -82,6 +82,7 @@ def test_the_request_to_ranks_without_a_start_ends_with_their_start() -> None:
     assert (asked.target, asked.start_id) == (8, "a")
     story.join(3, rank=0, ranks=2, pid=300, start_id="b")
     assert story.last(Withdrawn).reason == "the training was started again"
+    story.accept(9, connection=2)  # of the earlier start
     asked = story.evacuation.request
     assert asked is not None
     assert (asked.accepted, asked.start_id) == ({}, "b")

@@ -219,6 +219,7 @@ def ends(*, is_final: bool) -> Story:
         story.leave(connection, is_goodbye=True)
     story.join(3, rank=1, ranks=2, pid=300, step=500, start_id="")
     story.notice(60)
+    assert story.evacuation.request is not None, "it may train"
     return story
 
 
