@@ -62,19 +62,23 @@ def record_of(state: State) -> GpuRecord | None:
     sound = [staged.id for staged in state.staging.staged if staged.id not in suspect]
     if state.staging.first_scan_mono_s is None and before is not None:
         sound = list(before.sound_sets)
-    known = dict.fromkeys((*_away(state), *_running(state)))
     return GpuRecord(
         gpus=tuple(state.gpus.status.values()),
         log_number=state.gpus.log_number,
         suspect_starts=tuple(sorted(state.gpus.suspect_starts)),
-        known_starts=tuple(known)[-KNOWN_MAX:],
+        known_starts=tuple(_may_train(state))[-KNOWN_MAX:],
         sound_sets=frozenset(sorted(sound)[-KNOWN_MAX:]),
     )
 
 
-def _away(state: State) -> tuple[str, ...]:
-    """Starts that were connected to the previous life of the daemon, and perhaps not yet to this one."""
-    return () if state.gpus.before is None else state.gpus.before.known_starts
+def _may_train(state: State) -> dict[str, None]:
+    """The processes that may train here now, the newest last, by the id of their first start.
+
+    Those without a connection may come back: from a reset, or from the previous life of the daemon.
+    """
+    away = () if state.gpus.before is None else state.gpus.before.known_starts
+    ranks = (first_start(t.start_id) for t in state.ranks.trainers if t.start_id)
+    return dict.fromkeys((*away, *ranks, *_running(state)))
 
 
 def record_read(transition: Transition, event: GpusRead) -> None:
@@ -184,9 +188,7 @@ def doubtful(
 
 
 def _record_failed(transition: Transition, gpu: GpuStatus) -> None:
-    state = transition.state
-    away = {first_start(t.start_id) for t in state.ranks.trainers if t.start_id}
-    _suspect(transition, away | _running(state) | {*_away(state)})
+    _suspect(transition, _may_train(transition.state).keys())
     _doubt_inherited(transition)
     for waiting in transition.waiting_requests:
         if not waiting.is_periodic:

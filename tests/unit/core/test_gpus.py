@@ -354,6 +354,7 @@ def test_a_new_start_of_the_same_process_stays_suspect() -> None:
 EVENTS = (
     "trainer starts",
     "trainer ends",
+    "connection ends",
     "GPU fails",
     "restart",
     "restart, GPU fails",
@@ -369,8 +370,9 @@ EVENTS = (
 @example(["trainer starts", "GPU fails", "restart", "restart"])
 @example(["trainer starts", "restart", "GPU fails"])
 @example(["trainer starts", "restart, GPU fails"])
+@example(["trainer starts", "connection ends", "restart, GPU fails"])
 def test_only_starts_after_the_last_failure_are_asked(events: list[str]) -> None:
-    """For any sequence of failures, restarts of the daemon and starts of the training."""
+    """For any sequence of failures, resets, restarts of the daemon and starts of the training."""
     story = Story()
     story.read_gpus(GpuHealth.OK)
     start, used_failed_gpu = 0, False
@@ -386,8 +388,12 @@ def test_only_starts_after_the_last_failure_are_asked(events: list[str]) -> None
         if event.startswith("trainer"):
             story.leave(start)
             start, used_failed_gpu = number * (event == "trainer starts"), False
-        if start and (event == "trainer starts" or "restart" in event):
+        if event == "connection ends":
+            story.leave(start, exited=False)
+        elif start and (event == "trainer starts" or "restart" in event):
             story.join(start, pid=start, step=5, start_id=f"start-{start}")
+    if start and not story.state.connected:
+        story.join(start, pid=start, step=5, start_id=f"start-{start}")
     story.notice(SPOT_S)
     assert bool(story.all(Request)) is (start > 0 and not used_failed_gpu)
 
