@@ -21,6 +21,8 @@ from swansong.bounds import FILES_MAX, BoundsError
 from swansong_bucket.errors import StagingError
 from swansong_bucket.model import Staged, StagedFile
 
+from swansongd.util.mounts import mount_id
+
 OWN_DIRECTORY = ".swansongd"
 """The daemon's own directory, below that of the run: journal, claim, and sets during their removal."""
 DIRECTORIES_MAX = FILES_MAX
@@ -174,11 +176,6 @@ def _check_facts(
         raise StagingError(f"{path!r} has {facts.st_nlink} names (hard links)")
 
 
-def _mount_id(fd: int) -> str:
-    lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
-    return next(line for line in lines if line.startswith("mnt_id:"))
-
-
 def _is_same(facts: os.stat_result, file: StagedFile) -> bool:
     seen = facts.st_size, facts.st_mtime_ns, facts.st_ino
     return seen == (file.size_bytes, file.mtime_ns, file.inode)
@@ -247,7 +244,7 @@ class SetDirectory:
                     raise FileNotFoundError(errno.ENOENT, "removed just now")
                 _check_facts(file.path, facts, self._device, None)
                 # On overlayfs a file has the device of its layer.
-                if facts.st_dev != self._device and _mount_id(fd) != _mount_id(self._fd):
+                if facts.st_dev != self._device and mount_id(fd) != mount_id(self._fd):
                     raise StagingError(f"{file.path!r} is on another file system")
                 if not _is_same(facts, file):
                     raise StagingError("changed after it was sealed")
