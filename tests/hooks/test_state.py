@@ -161,6 +161,8 @@ def test_an_object_without_a_state_dict_is_refused_at_once() -> None:
         Bundle({"thing": object()})
     with pytest.raises(TypeError, match="weights is a read-only array"):
         Bundle({"weights": np.broadcast_to(np.zeros(1), (3,))})
+    with pytest.raises(TypeError, match="cannot save buffer, a dict: "):
+        Bundle({"buffer": {"replay": object()}}).rehearse()
 
 
 def test_containers_and_arrays_are_restored_in_their_place(tmp_path: Path) -> None:

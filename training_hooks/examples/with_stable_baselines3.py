@@ -21,7 +21,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from swansong.torch import TrainingState  # Swansong
 
 COUNTERS = ("num_timesteps", "_n_updates", "_episode_num", "_last_obs", "_last_episode_starts")
-CLOCKS = ("t_start", "episode_times")
+CLOCKS = ("t_start", "episode_times", "episode_start_time")
 
 
 class Agent:
@@ -55,12 +55,13 @@ class Agent:
 def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name, value in attributes.items():
+        numbers = value if isinstance(value, list) else [value]
         if isinstance(value, np.random.Generator):
             found[name] = value.bit_generator.state
-        elif isinstance(value, int | float | np.ndarray | None) and name not in CLOCKS:
-            found[name] = value
-        elif isinstance(value, list) and name not in CLOCKS:
-            found[name] = [each for each in value if isinstance(each, int | float)]
+        elif name in CLOCKS:
+            continue
+        elif all(isinstance(each, int | float | np.ndarray | None) for each in numbers):
+            found[name] = list(value) if isinstance(value, list) else value
     return found
 
 

@@ -440,7 +440,10 @@ def trying(action: str, name: str, item: Any) -> Iterator[None]:
         yield
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise TypeError(f"cannot {action} {name}, a {type(item).__qualname__}: {reason}") from error
+        passed = item.state_dict() if isinstance(item, Container) else item
+        raise TypeError(
+            f"cannot {action} {name}, a {type(passed).__qualname__}: {reason}"
+        ) from error
 
 
 class Container:
