@@ -96,7 +96,7 @@ def test_a_signal_does_not_wait_for_the_next_tick(number: int, bucket: Bucket, n
     """A daemon without events and ticks answers a signal: of 25 s, none may pass before the notice."""
     vm = new_vm("vm", bucket.store, constants={"swansongd.service.service._TICK_S": 600.0})
     daemon = vm.start_daemon()
-    daemon.lines.wait(event="prefetch")
+    daemon.lines.wait(event="health", source="store")
 
     daemon.kill(number)
 

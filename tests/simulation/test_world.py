@@ -46,7 +46,12 @@ def test_no_fault_breaks_an_invariant() -> None:
     """S, and I1 to I18, after every event of every seed; no part begins in the reserve."""
     fired: set[str] = set()
     begun: list[float] = []
-    for seed in seeds():
+    wanted = {*FAULTS, "unsent_set_dropped"}
+    for seed in (
+        seeds() if ONE_SEED else range(4 * SEEDS)
+    ):  # the rarest ones are not in all first seeds
+        if seed >= SEEDS and fired >= wanted:
+            break
         try:
             world = live(seed)
         except Exception as error:
@@ -55,7 +60,6 @@ def test_no_fault_breaks_an_invariant() -> None:
         begun += world.begun
     assert not [left for left in begun if 0 < left <= RESERVE_S]
     assert ONE_SEED or any(left <= 0 for left in begun), "a deadline that is outlived stops nothing"
-    wanted = {*FAULTS, "unsent_set_dropped"}
     assert ONE_SEED or fired >= wanted, f"never happened: {wanted - fired}"
 
 
