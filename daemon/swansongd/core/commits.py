@@ -20,7 +20,7 @@ def record_flushed(transition: Transition, event: events.Flushed) -> None:
     """All shards of a set are stored: its manifest is due."""
     staged = flight.record_flushed(transition, event)
     if staged is not None:
-        due = StoredSet(flush_id=event.flush_id, staged=staged, shards=event.shards, is_asked=False)
+        due = StoredSet(flush_id=event.flush_id, staged=staged, shards=event.shards)
         commits = transition.state.commits
         _put(transition, replace(commits, stored=(*commits.stored, due)))
 
@@ -75,7 +75,7 @@ def record_failed(transition: Transition, event: events.CommitFailed) -> None:
         staged_sets.give_up(transition, {failed.staged.id})
     elif not event.is_obsolete:
         commits = transition.state.commits
-        due = replace(failed, is_asked=False)
+        due = replace(failed, asked_mono_s=None)
         _put(transition, replace(commits, stored=(*commits.stored, due)))
         flight.back_off(transition)
 
@@ -194,7 +194,7 @@ def _order_manifests(transition: Transition) -> None:
         return
     for item in state.commits.stored:
         if not item.is_asked:
-            asked = replace(item, is_asked=True, asked_mono_s=transition.now)
+            asked = replace(item, asked_mono_s=transition.now)
             ref = state.ref_of(item.staged.id)
             assert ref is not None
             commits = transition.state.commits

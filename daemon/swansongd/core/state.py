@@ -108,10 +108,12 @@ class StoredSet:
     flush_id: str
     staged: Staged
     shards: tuple[StoredShard, ...]
-    is_asked: bool
-    """A CommitManifest is in progress."""
     asked_mono_s: float | None = None
-    """When it was ordered last."""
+    """When the CommitManifest in progress was ordered; None without one."""
+
+    @property
+    def is_asked(self) -> bool:
+        return self.asked_mono_s is not None
 
 
 @dataclass(frozen=True, slots=True)
