@@ -59,7 +59,7 @@ guard.step(5)
 
 @pytest.mark.fault("S26")
 def test_a_forked_child_is_not_a_rank(daemon: FakeDaemon) -> None:
-    """The child has no connection and does nothing, with a warning; that of the parent is unaffected."""
+    """The child has no connection and does nothing, with a warning, and the guard of the parent works on."""
     trainer = subprocess.Popen(
         [sys.executable, "-c", FORKING],
         env={**os.environ, "SWANSONG_SOCKET": daemon.path},

@@ -200,7 +200,7 @@ def test_a_longer_grace_period_is_that_of_the_notice(start: Start) -> None:
 
 @pytest.mark.fault("OE08")
 def test_sigterm_before_the_trainer_has_connected_ends_it_without_a_verdict(start: Start) -> None:
-    """The exit code is that of the signal: no checkpoint was asked for."""
+    """The exit code names the signal, because no checkpoint was requested."""
     command = start("imports")
     (pid, *_) = until(command.lines.all, what="the trainer")[0]["pids"]
     command.process.kill(signal.SIGTERM)

@@ -7,6 +7,6 @@ from pathlib import Path
 
 
 def mount_id(fd: int) -> str:
-    """Identifies the mount of an open file, unlike its device: an overlayfs may show those of its layers."""
+    """Identifies the mount of an open file.  Its device may be the device of an overlayfs layer."""
     lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
     return next(line for line in lines if line.startswith("mnt_id:"))
