@@ -21,7 +21,6 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from swansong_bucket.errors import Permanent, Transient
 from swansong_bucket.stores.base import Body, Sink
 from swansong_bucket.stores.http.pool import ConnectionBroken, HttpConnection, Pool, TooSlow
-from swansong_bucket.stores.http.tls import Tls
 from swansong_bucket.util.http1 import Head, ResponseReader, receive_until, request_head
 
 RESPONSE_BYTES_MAX = 4 * 2**20
@@ -161,7 +160,7 @@ class Wire:
         connection = self._pool.take(is_first_attempt=is_first)
         is_reusable = False
         try:
-            reader = ResponseReader(connection.receive_into, request.method)
+            reader = ResponseReader(connection.receive_into, request.method, connection.fill)
             try:
                 self._send(connection, head, request.body)
             except TooSlow:
@@ -270,11 +269,10 @@ class Wire:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES_MAX)
-            tls = None
             if self._scheme == "https":
                 if self._proxy is not None:
                     self._tunnel(sock)
-                tls = Tls(sock, self._tls(), self._address[0], self._connect_timeout_s)
+                sock = self._encrypted(sock)
         except ssl.SSLCertVerificationError as error:
             sock.close()
             raise Permanent(
@@ -285,7 +283,18 @@ class Wire:
             sock.close()
             raise
         sock.settimeout(None)
-        return HttpConnection(sock, tls)
+        return HttpConnection(sock)
+
+    def _encrypted(self, sock: socket.socket) -> ssl.SSLSocket:
+        sock.settimeout(self._connect_timeout_s)  # of the whole handshake
+        name = self._address[0]
+        tls = self._tls().wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
+        try:
+            tls.do_handshake()  # wrap_socket() would skip it if the peer has reset the connection
+        except BaseException:
+            tls.close()
+            raise
+        return tls
 
     def _tls(self) -> ssl.SSLContext:
         with self._lock:
