@@ -244,40 +244,33 @@ def empty_directory(fd: int) -> None:
     """
     left = REMOVED_ENTRIES_MAX
     while left > 0:
-        removed = _remove_level(fd, left)
+        removed = _remove_level(fd, left, None)
         if not removed:
             return
         left -= removed
     raise OSError(errno.EBUSY, f"more than {REMOVED_ENTRIES_MAX} entries")
 
 
-def _remove_level(top_fd: int, limit: int) -> int:
-    """Remove about ``limit`` entries of a directory; directories two levels below it move one level up."""
+def _remove_level(fd: int, limit: int, top_fd: int | None) -> int:
+    """Remove about ``limit`` entries of a directory, and move directories within it to ``top_fd``.
+
+    Without ``top_fd`` the directory is the top itself, and the directories in it are emptied in this way.
+    """
     removed = 0
-    with os.scandir(top_fd) as entries:
+    with os.scandir(fd) as entries:
         for entry in entries:
             if removed >= limit:
                 break
             removed += 1
-            if _remove_entry(entry, top_fd):
+            if _remove_entry(entry, fd):
                 continue
-            inner_fd = os.open(entry.name, DIRECTORY, dir_fd=top_fd)
-            with held(inner_fd):
-                removed += _empty_into(inner_fd, top_fd, limit - removed)
+            if top_fd is not None:
+                os.rename(entry.name, secrets.token_hex(16), src_dir_fd=fd, dst_dir_fd=top_fd)
+                continue
+            with held(os.open(entry.name, DIRECTORY, dir_fd=fd)) as inner_fd:
+                removed += _remove_level(inner_fd, limit - removed, fd)
             with contextlib.suppress(OSError):  # the next round repeats it
-                os.rmdir(entry.name, dir_fd=top_fd)
-    return removed
-
-
-def _empty_into(inner_fd: int, top_fd: int, limit: int) -> int:
-    removed = 0
-    with os.scandir(inner_fd) as entries:
-        for entry in entries:
-            if removed >= limit:
-                break
-            removed += 1
-            if not _remove_entry(entry, inner_fd):
-                os.rename(entry.name, secrets.token_hex(16), src_dir_fd=inner_fd, dst_dir_fd=top_fd)
+                os.rmdir(entry.name, dir_fd=fd)
     return removed
 
 

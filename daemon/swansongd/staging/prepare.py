@@ -114,25 +114,16 @@ def prepare(staging: Path, run: str) -> RunDirectory:
     with explained(staging, "create or mount it, or change staging.path"):
         # The operator configured the path, so it may be a link to the disk for staging.
         staging_fd = openat.open_directory(os.path.realpath(staging))
-    try:
-        with explained(path, "let the daemon's user write to the staging directory"):
-            run_fd = _open_run(staging_fd, run)
-            # The hooks sync their sets and the entries of this directory, but not the entry for it.
-            os.fsync(staging_fd)
-    finally:
-        os.close(staging_fd)
-    try:
-        with explained(path, "let the daemon's user write there"):
-            own_fd = open_own(run_fd, OWN_DIRECTORY, 0o700)
-            try:
-                _lock(own_fd, path)
-                _probe(own_fd, path)
-            except BaseException:
-                os.close(own_fd)
-                raise
-    except BaseException:
-        os.close(run_fd)
-        raise
+    explanation = explained(path, "let the daemon's user write to the staging directory")
+    with openat.held(staging_fd), explanation:
+        run_fd = _open_run(staging_fd, run)
+        # The hooks sync their sets and the entries of this directory, but not the entry for it.
+        os.fsync(staging_fd)
+    with openat.closed_on_error(run_fd), explained(path, "let the daemon's user write there"):
+        own_fd = open_own(run_fd, OWN_DIRECTORY, 0o700)
+        with openat.closed_on_error(own_fd):
+            _lock(own_fd, path)
+            _probe(own_fd, path)
     return RunDirectory(path, run_fd, own_fd)
 
 
@@ -168,13 +159,10 @@ def open_own(run_fd: int, name: str, mode: int) -> int:
             hidden = openat.displace(name, dir_fd=run_fd)
             _log.warning("staging_entry_displaced", name=name, to=hidden, reason=error.strerror)
             continue
-        try:
+        with openat.closed_on_error(fd):
             if os.fstat(fd).st_mode & 0o7777 != mode or openat.has_acl(fd):
                 openat.drop_acls(fd)
                 os.fchmod(fd, mode)
-        except BaseException:
-            os.close(fd)
-            raise
         return fd
     raise FileExistsError(errno.EEXIST, "other processes create this name repeatedly", name)
 
@@ -214,13 +202,10 @@ def _open_run(staging_fd: int, run: str) -> int:
             f"the staging directory of the run cannot be used: {error.strerror}",
             hint="remove it, or give it to the daemon's user",
         ) from None
-    try:
+    with openat.closed_on_error(run_fd):
         facts = os.fstat(run_fd)
         if facts.st_uid == os.geteuid():
             _admit_trainers(run_fd, facts.st_mode & 0o7777, is_new=is_new)
-    except BaseException:
-        os.close(run_fd)
-        raise
     return run_fd
 
 

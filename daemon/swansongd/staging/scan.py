@@ -238,7 +238,7 @@ class SetDirectory:
         where = f"{self._directory}/{file.path}"
         try:
             fd = _open_below(self._fd, file.path)
-            try:
+            with openat.closed_on_error(fd):
                 facts = os.fstat(fd)
                 if facts.st_nlink == 0:
                     raise FileNotFoundError(errno.ENOENT, "removed just now")
@@ -249,9 +249,6 @@ class SetDirectory:
                 if not _is_same(facts, file):
                     raise StagingError("changed after it was sealed")
                 os.set_blocking(fd, True)
-            except BaseException:
-                os.close(fd)
-                raise
         except OSError as error:
             raise StagingError(f"{where} cannot be opened: {error.strerror}") from error
         except StagingError as error:

@@ -13,6 +13,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from swansong import openat
+
 from swansongd.util import unix
 
 SO_PEERPIDFD = 77
@@ -66,12 +68,9 @@ def open_process(pid: int) -> int:
     """
     began = start_ticks(pid)
     pidfd = os.pidfd_open(pid)
-    try:
+    with openat.closed_on_error(pidfd):
         if start_ticks(pid) != began:
             raise ProcessLookupError(f"process id {pid} was reused by another process")
-    except BaseException:
-        os.close(pidfd)
-        raise
     return pidfd
 
 

@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePath
 
+from swansong import openat
 from swansong.fields import PROCESS_PREFIX
 from swansong_bucket.config.values import signal_number
 
@@ -233,11 +234,8 @@ class SignalSender:
         except ProcessLookupError:
             remove = () if self._pid_file is None else ("rm", "-f", str(self._pid_file))
             raise SignalRefusal(f"process {pid} has ended", command=remove) from None
-        try:
+        with openat.closed_on_error(pidfd):
             self._check(pid)
-        except BaseException:
-            os.close(pidfd)
-            raise
         return pid, pidfd
 
     def _check(self, pid: int) -> None:
@@ -298,7 +296,7 @@ def _pid_from_file(path: Path, owners: frozenset[int]) -> int:
             f"the pid file {path} cannot be opened ({error.strerror})",
             "the training script writes it when it starts",
         ) from None
-    try:
+    with openat.held(fd):
         facts = os.fstat(fd)
         if not stat.S_ISREG(facts.st_mode):
             raise SignalRefusal(f"the pid file {path} is not a regular file")
@@ -315,8 +313,6 @@ def _pid_from_file(path: Path, owners: frozenset[int]) -> int:
                 ("chmod", "644", str(path)),
             )
         match = _PID_FILE.fullmatch(os.read(fd, 64))
-    finally:
-        os.close(fd)
     if match is None:
         raise SignalRefusal(f"the pid file {path} does not contain exactly one number")
     return int(match[1])

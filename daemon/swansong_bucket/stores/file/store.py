@@ -100,13 +100,11 @@ class FileStore(ObjectStore):
     def get(self, key: str) -> bytes:
         with errors_of(f"get {key}"):
             fd, size_bytes = self._open(key)
-            try:
+            with held(fd):
                 if size_bytes > GET_BYTES_MAX:
                     raise TooLarge(f"get {key}: {size_bytes} bytes are more than {GET_BYTES_MAX}")
                 data = bytearray(size_bytes)
                 read_all(fd, memoryview(data), 0, key)
-            finally:
-                os.close(fd)
         return bytes(data)
 
     def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
@@ -114,7 +112,7 @@ class FileStore(ObjectStore):
             return
         with errors_of(f"get {key}"):
             fd, there_bytes = self._open(key)
-        try:
+        with held(fd):
             if offset < 0 or offset + size_bytes > there_bytes:
                 raise Permanent(f"get {key}: {size_bytes} bytes from {offset} of {there_bytes}")
             sink.rewind()
@@ -124,8 +122,6 @@ class FileStore(ObjectStore):
                 with errors_of(f"get {key}"):
                     read_all(fd, window, at, key)
                 sink.write(window)
-        finally:
-            os.close(fd)
 
     def head(self, key: str) -> ObjectInfo | None:
         *above, name = _names(key)
@@ -252,12 +248,10 @@ class FileStore(ObjectStore):
                 name = uuid.uuid4().hex
                 fd = new_file(name, temporary_fd, modes)
             stack.callback(_unlink_if_there, name, temporary_fd)
-            try:
+            with held(fd):
                 write(fd)
                 with errors_of(what):
                     os.fsync(fd)
-            finally:
-                os.close(fd)
             with errors_of(what):
                 self._publish(name, temporary_fd, key, if_absent=if_absent)
 
