@@ -45,11 +45,18 @@ from swansong._torch.compile_cache import ARCHIVE, CompileCache, requested_cache
 from swansong._torch.digests import of_step, of_weights
 from swansong._torch.end_of_loop import EndOfLoop
 from swansong._torch.index import FORMAT, INDEX, encode_index
-from swansong._torch.kinds import ddp_modules, gpus_of, modules_of, of_kind, optimizers_of
+from swansong._torch.kinds import (
+    Hooked,
+    ddp_modules,
+    gpus_of,
+    modules_of,
+    of_kind,
+    optimizers_of,
+)
 from swansong._torch.last_boundary import LastBoundary
 from swansong._torch.loader import ResumableLoader
 from swansong._torch.modules import FSDP1, FSDP2, contains, load_module, state_of_module, unwrap
-from swansong._torch.nonfinite import NonFiniteSearch, requested_search
+from swansong._torch.nonfinite import requested_search
 from swansong._torch.objects import (
     OTHERS,
     SavedRank,
@@ -175,7 +182,7 @@ class TrainingState(Divisible):
         self._lost: frozenset[int] = frozenset()
         self._arrived: ArrivedTensors | None = None
         self._own_time = OwnTime({})
-        self._with_hooks: list[OrderWatch | OwnTime | LastBoundary | NonFiniteSearch] = []
+        self._with_hooks: list[Hooked] = []
         """The objects that have hooks in the modules and optimizers."""
         self._compile_cache: CompileCache | None = None
 

@@ -8,8 +8,21 @@ from typing import Any, TypeVar
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 T = TypeVar("T")
+
+
+class Hooked:
+    """Base of objects with hooks in the modules or optimizers of a training state."""
+
+    _hooks: list[RemovableHandle]
+
+    def end(self) -> None:
+        """Remove all hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
 
 def of_kind(objects: Mapping[str, Any], kind: type[T]) -> dict[str, T]:

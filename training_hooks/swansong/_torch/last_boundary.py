@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from swansong._torch.changes import count_of, shows_changes
-from swansong._torch.kinds import gpus_of, of_kind, optimizers_of
+from swansong._torch.kinds import Hooked, gpus_of, of_kind, optimizers_of
 from swansong._torch.loader import ResumableLoader
 from swansong.state import RandomSource
 
@@ -28,7 +28,7 @@ GPU_LIMIT_S = 2.0
 _NCCL_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
-class LastBoundary:
+class LastBoundary(Hooked):
     """Keeps the objects that a forward pass changes, as they were at the last ``guard.step()``.
 
     The generators are not kept: a checkpoint without a rank never continues to the bit.
@@ -68,17 +68,12 @@ class LastBoundary:
         self._is_last = False
         self._lock = threading.Lock()
         self._never = threading.Event()
-        self._handles = []
+        self._hooks = []
         for name, optimizer in optimizers_of(objects).items():
             try:
-                self._handles.append(optimizer.register_step_pre_hook(self._begin_step))
+                self._hooks.append(optimizer.register_step_pre_hook(self._begin_step))
             except (AttributeError, TypeError):  # one around another one may have no hooks
                 self._unseen.append(name)
-
-    def end(self) -> None:
-        """Remove the hooks of the optimizers."""
-        for handle in self._handles:
-            handle.remove()
 
     def note(self) -> None:
         """Remember the present state."""

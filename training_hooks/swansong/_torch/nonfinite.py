@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from swansong._log import log
-from swansong._torch.kinds import modules_of
+from swansong._torch.kinds import Hooked, modules_of
 from swansong._torch.sharding import local
 
 ENV = "SWANSONG_FIND_NAN"
@@ -19,7 +19,7 @@ ENV = "SWANSONG_FIND_NAN"
 _DEPTH_MAX = 4
 
 
-class NonFiniteSearch:
+class NonFiniteSearch(Hooked):
     """Checks the outputs of all modules, and the gradients of these outputs, until one is not finite.
 
     Args:
@@ -35,12 +35,6 @@ class NonFiniteSearch:
             for name, item in modules_of(objects).items()
             for inner, module in item.named_modules()
         ]
-
-    def end(self) -> None:
-        """Remove all hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
 
     def _checker(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def check(module: nn.Module, inputs: Any, output: Any) -> None:

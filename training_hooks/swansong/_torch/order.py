@@ -8,11 +8,9 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from torch.utils.hooks import RemovableHandle
-
 from swansong._log import log
 from swansong._torch.changes import count_of
-from swansong._torch.kinds import optimizers_of
+from swansong._torch.kinds import Hooked, optimizers_of
 
 INTERVALS = 3
 """Number of intervals between two steps after which the order is clear."""
@@ -20,7 +18,7 @@ STEPS_MAX = 20
 """Number of steps after which the search ends, also with fewer intervals."""
 
 
-class OrderWatch:
+class OrderWatch(Hooked):
     """Compares the counters of all objects between ``guard.step()`` and the next optimizer step.
 
     An object that changes there is missing in the checkpoint of that step, and a resume skips the change.
@@ -37,12 +35,12 @@ class OrderWatch:
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self._objects = {name: item for name, item in objects.items() if name != "loader"}
         self._loader = objects.get("loader")
-        self._handles: list[RemovableHandle] = []
+        self._hooks = []
         for name, optimizer in optimizers_of(objects).items():
             # An optimizer around another one may have no hooks.
             with contextlib.suppress(AttributeError, TypeError):
                 hook = functools.partial(self._before_step, name)
-                self._handles.append(optimizer.register_step_pre_hook(hook))
+                self._hooks.append(optimizer.register_step_pre_hook(hook))
         self.begin()
 
     @property
@@ -76,12 +74,6 @@ class OrderWatch:
             return False
         self._at_report, self._epoch = self._counters(), getattr(self._loader, "epoch", None)
         return True
-
-    def end(self) -> None:
-        """Remove the hooks of the optimizers."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
     def _before_step(self, name: str, *_: Any) -> None:
         if self._anchor is None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from swansong._torch.kinds import ddp_modules
+from swansong._torch.kinds import Hooked, ddp_modules
 
 INTERVAL_S = 1.0
 """Time between two measured steps."""
@@ -21,7 +21,7 @@ _SAMPLES = 9
 _MARKS = 4
 
 
-class OwnTime:
+class OwnTime(Hooked):
     """From ``guard.step()`` to the end of the next forward pass: batch, transforms and forward pass.
 
     The backward pass ends with the slowest rank, so the whole step takes equally long on all ranks.  One step
@@ -50,12 +50,6 @@ class OwnTime:
                 wrapper.module.register_forward_pre_hook(lambda *_: self._mark(2)),
                 wrapper.module.register_forward_hook(lambda *_: self._mark(3)),
             ]
-
-    def end(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
 
     def note_boundary(self) -> None:
         """Measure the next step, if the last measured one is old enough."""
