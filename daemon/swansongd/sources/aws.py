@@ -18,14 +18,13 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-from swansong_bucket.model import DeadlineQuality, Notice, Severity
+from swansong_bucket.model import DeadlineQuality, Notice
 
 from swansongd.sources.base import Clock
 from swansongd.sources.metadata import (
     MetadataClient,
     MetadataResponse,
     MetadataUnavailable,
-    shortened,
 )
 from swansongd.sources.polled import (
     ClockReading,
@@ -210,14 +209,11 @@ def parse_instance_action(body: bytes, asked: ClockReading, assumed_grace_s: flo
     else:
         grace_s = min(max(left_s, 0.0), NOTICE_S)
         quality = DeadlineQuality.STATED if grace_s == left_s else DeadlineQuality.DERIVED
-    return Notice(
-        source=AwsSpotSource.name,
-        kind=_KINDS.get(action, "reclaim"),
-        identity=AwsSpotSource.name,  # a VM is interrupted once, with any action and time
-        severity=Severity.IMMINENT,
-        deadline_mono_s=asked.mono_s + grace_s,
-        deadline_quality=quality,
-        detail=shortened(body.decode("utf-8", "replace")),
+    # Without another identity: a VM is interrupted once, with any action and time.
+    return AwsSpotSource.noticed(
+        _KINDS.get(action, "reclaim"),
+        (asked.mono_s + grace_s, quality),
+        body.decode("utf-8", "replace"),
     )
 
 

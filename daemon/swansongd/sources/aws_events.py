@@ -11,7 +11,7 @@ import contextlib
 import json
 from typing import Any
 
-from swansong_bucket.model import DeadlineQuality, Notice, Severity
+from swansong_bucket.model import Notice, Severity
 
 from swansongd.core.lifecycle import ASG_SOURCE
 from swansongd.sources.aws import AwsSource, Imds, json_of, not_spot
@@ -54,6 +54,7 @@ class AwsRebalanceSource(AwsSource):
     """
 
     name = "aws.rebalance"
+    severity = Severity.ADVISORY
 
     def _poll(self, imds: Imds, asked: ClockReading) -> PollResult:
         answer = imds.read(REBALANCE_PATH)
@@ -72,15 +73,8 @@ class AwsRebalanceSource(AwsSource):
 
 def parse_rebalance(body: bytes, asked: ClockReading) -> Notice:
     """The advisory in the body of ``events/recommendations/rebalance``; any body is one."""
-    return Notice(
-        source=AwsRebalanceSource.name,
-        kind="rebalance",
-        identity=AwsRebalanceSource.name,
-        severity=Severity.ADVISORY,
-        deadline_mono_s=asked.mono_s + REBALANCE_S,
-        deadline_quality=DeadlineQuality.ASSUMED,
-        detail=_detail(body),
-    )
+    deadline = asked.deadline(None, REBALANCE_S)
+    return AwsRebalanceSource.noticed("rebalance", deadline, body.decode("utf-8", "replace"))
 
 
 class AwsAsgSource(AwsSource):
@@ -100,7 +94,7 @@ class AwsAsgSource(AwsSource):
             return PollResult(answer, None, withdrawn_because=reason)
         if state not in _ASG_ENDS:
             raise MetadataUnavailable(f"unknown target lifecycle state {shortened(state, 40)!r}")
-        notice = self._noticed(
+        notice = self.noticed(
             _ASG_ENDS[state],
             asked.deadline(None, self._options.assumed_grace_s),
             f"target lifecycle state {state}",
@@ -113,6 +107,7 @@ class AwsScheduledSource(AwsSource):
     """``aws.scheduled``: the earliest scheduled stop, retirement, reboot or maintenance."""
 
     name = "aws.scheduled"
+    severity = Severity.SCHEDULED
     _event_id = ""
 
     def _poll(self, imds: Imds, asked: ClockReading) -> PollResult:
@@ -160,17 +155,12 @@ def parse_event(event: dict[str, Any], asked: ClockReading, assumed_grace_s: flo
         assumed_grace_s: grace period if the date is invalid.
     """
     begins = parse_date(_text(event, "NotBefore"))
-    deadline_mono_s, quality = asked.deadline(begins, assumed_grace_s)
     code = _text(event, "Code")
-    named = shortened(_text(event, "EventId") or code, 100) or "unknown"
-    return Notice(
-        source=AwsScheduledSource.name,
-        kind=_EVENT_KINDS.get(code, "maintenance"),
-        identity=f"{AwsScheduledSource.name}:{named}",
-        severity=Severity.SCHEDULED,
-        deadline_mono_s=deadline_mono_s,
-        deadline_quality=quality,
-        detail=_detail(json.dumps(event).encode()),
+    return AwsScheduledSource.noticed(
+        _EVENT_KINDS.get(code, "maintenance"),
+        asked.deadline(begins, assumed_grace_s),
+        json.dumps(event),
+        identity=shortened(_text(event, "EventId") or code, 100) or "unknown",
     )
 
 
@@ -198,7 +188,3 @@ def _over(event: dict[str, Any]) -> str:
 def _text(event: dict[str, Any], key: str) -> str:
     value = event.get(key)
     return value.strip() if isinstance(value, str) else ""
-
-
-def _detail(body: bytes) -> str:
-    return shortened(body.decode("utf-8", "replace"))

@@ -158,7 +158,7 @@ class AzureSource(PolledSource):
         is_stated = left_s > 0
         grace_s = left_s if is_stated else self._options.assumed_grace_s
         quality = DeadlineQuality.STATED if is_stated else DeadlineQuality.ASSUMED
-        return self._noticed(
+        return self.noticed(
             self.kind_of(event),
             (asked.mono_s + grace_s, quality),
             f"{event.type}: {event.description}",

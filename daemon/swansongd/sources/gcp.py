@@ -255,7 +255,7 @@ class GcpPreemptedSource(GcpSource):
         if long_mono_s is not None:
             deadline = long_mono_s, DeadlineQuality.DERIVED
         detail = f"preempted is {result.text}"
-        return self._noticed("reclaim", deadline, detail, identity=self._options.boot_id)
+        return self.noticed("reclaim", deadline, detail, identity=self._options.boot_id)
 
     def raised(self, notice: Notice, post: Post, stop: threading.Event) -> None:
         if self._notice_s is None and self._long_deadline_mono_s() is not None:

@@ -47,7 +47,7 @@ class GcpMaintenanceSource(GcpSource):
             )
         # If the change was not observed, part of the hour may have passed: assumed, and not derived.
         quality = DeadlineQuality.DERIVED if result.is_change else DeadlineQuality.ASSUMED
-        return self._noticed(
+        return self.noticed(
             "host-maintenance",
             (self._monotonic() + self._options.assumed_grace_s, quality),
             f"maintenance-event is {result.text}",
@@ -90,7 +90,7 @@ class GcpUpcomingSource(GcpSource):
             raise MetadataUnavailable(
                 f"upcoming-maintenance has no known field: {shortened(result.text, 60)}"
             )
-        return self._noticed(
+        return self.noticed(
             "host-maintenance",
             self._deadline(result, _instant(begin)),
             result.text,
@@ -128,7 +128,7 @@ class GcpStopSource(GcpSource):
         else:
             deadline = self._deadline(result, None)
         detail = f"stop-state is {result.text}"
-        return self._noticed("stop", deadline, detail, identity=self._options.boot_id)
+        return self.noticed("stop", deadline, detail, identity=self._options.boot_id)
 
     def _details(self) -> tuple[float | None, datetime | None]:
         """The longest duration of the stop, and the time of its request; None where unavailable."""

@@ -185,16 +185,22 @@ class PolledSource(ABC):
     def poller(self, client: MetadataClient) -> Poller:
         """The poll of this source over a connection."""
 
-    def _noticed(
-        self, kind: str, deadline: tuple[float, DeadlineQuality], detail: str, *, identity: str
+    @classmethod
+    def noticed(
+        cls,
+        kind: str,
+        deadline: tuple[float, DeadlineQuality],
+        detail: str,
+        *,
+        identity: str | None = None,
     ) -> Notice:
-        """A notice of this source."""
+        """A notice of this source; without an identity it is always the same one."""
         deadline_mono_s, quality = deadline
         return Notice(
-            source=self.name,
+            source=cls.name,
             kind=kind,
-            identity=f"{self.name}:{identity}",
-            severity=self.severity,
+            identity=cls.name if identity is None else f"{cls.name}:{identity}",
+            severity=cls.severity,
             deadline_mono_s=deadline_mono_s,
             deadline_quality=quality,
             detail=shortened(detail),
