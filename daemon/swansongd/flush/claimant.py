@@ -17,7 +17,7 @@ from swansong_bucket.runs import catalog, commit
 from swansong_bucket.stores.base import ObjectStore
 
 from swansongd.core.events import ClaimGeneration
-from swansongd.flush.claim_record import STARTS_MAX, RecordedStart, read_record
+from swansongd.flush.claim_record import STARTS_MAX, ClaimRecord, RecordedStart, read_record
 
 _log = structlog.get_logger(__name__)
 
@@ -194,7 +194,7 @@ class Claimant:
     def record_store(self) -> None:
         """Record the id of the store, before the first claim in it."""
         if self._record.store_id != self._store_id():
-            self._save(store_id=self._store_id())
+            self._save(replace(self._record, store_id=self._store_id()))
 
     def _note(self, start: RecordedStart) -> None:
         """Record this start before those with a greater generation, unless its own is recorded already."""
@@ -204,22 +204,16 @@ class Claimant:
         others = [each for each in starts if each.id != start.id]
         later = (n for n, each in enumerate(others) if 0 < start.generation < each.generation)
         others.insert(next(later, len(others)), start)
-        self._save(starts=tuple(others[-STARTS_MAX:]))
+        self._save(replace(self._record, starts=tuple(others[-STARTS_MAX:])))
 
     def _forget_generations(self) -> None:
-        self._save(starts=tuple(replace(each, generation=0) for each in self._record.starts))
+        starts = tuple(replace(each, generation=0) for each in self._record.starts)
+        self._save(replace(self._record, starts=starts))
 
-    def _save(
-        self, *, starts: tuple[RecordedStart, ...] | None = None, store_id: str | None = None
-    ) -> None:
-        record = self._record
-        self._record = replace(
-            record,
-            starts=record.starts if starts is None else starts,
-            store_id=record.store_id if store_id is None else store_id,
-        )
+    def _save(self, record: ClaimRecord) -> None:
+        self._record = record
         try:
-            self._record.save(self._own_directory)
+            record.save(self._own_directory)
         except OSError as error:
             _log.warning(
                 "claim_not_recorded",

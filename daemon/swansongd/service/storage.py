@@ -124,7 +124,7 @@ class Storage:
         opened, self.backend, mirror = open_stores(config, staging.own)
         dns.remember()
         checksums.load()
-        self._health = StoreHealth(post)
+        self.health = StoreHealth(post)
         data_store = self._retrying(
             Throttled(
                 self.backend,
@@ -183,7 +183,7 @@ class Storage:
         locker = Locker(
             background,
             config.store.lock_days,
-            health=self._health,
+            health=self.health,
             age_s=known.age_s,
         )
         self.committer = Committer(
@@ -194,7 +194,7 @@ class Storage:
             claimant,
             known=known,
             wall=utc_now,
-            health=self._health,
+            health=self.health,
             committed=self._committed,
             prepare=locker.extend,
             settle=possession.settle,
@@ -205,7 +205,7 @@ class Storage:
             is_urgent=lambda: limits.is_undecided(state()),
             is_fenced=lambda: state().starts.fenced_by is not None,
         )
-        self._warmer = Warmer(self.backend, stop=stop, report=self._health.warmed)
+        self._warmer = Warmer(self.backend, stop=stop, report=self.health.warmed)
         self.pruner: Pruner | None = None
         """None: the daemon does not prune."""
         if config.retention.in_daemon:
@@ -245,23 +245,13 @@ class Storage:
         if self.mirroring is not None:
             self.mirroring.expedite()
 
-    @property
-    def store_answered_mono_s(self) -> float | None:
-        """When the store answered last; None before the first answer."""
-        return self._health.answered_mono_s
-
-    @property
-    def store_errors(self) -> dict[str, int]:
-        """Attempts at requests that failed, by kind."""
-        return self._health.errors
-
     def _retrying(self, store: ObjectStore, give_up_mono_s: Callable[[], float | None]) -> Retrying:
         return Retrying(
             store,
             give_up_mono_s=give_up_mono_s,
             budget_s=_CALL_BUDGET_S,
             stop=self._stop,
-            attempted=self._health.attempted,
+            attempted=self.health.attempted,
         )
 
     def _committed(self, manifest: Manifest) -> None:
@@ -270,9 +260,9 @@ class Storage:
 
     def _post_flush(self, event: Event) -> None:
         if isinstance(event, FlushFailed) and not event.void:
-            self._health.failed("flush", event.reason)
+            self.health.failed("flush", event.reason)
         elif isinstance(event, Flushed):
-            self._health.ok("flush")
+            self.health.ok("flush")
             if event.bytes_referenced:
                 self.bytes_referenced += event.bytes_referenced
                 _log.info("shards_referenced", bytes_referenced=event.bytes_referenced)

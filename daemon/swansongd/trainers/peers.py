@@ -11,7 +11,6 @@ import os
 import select
 import socket
 from dataclasses import dataclass
-from pathlib import Path
 
 from swansong import openat
 
@@ -19,6 +18,7 @@ from swansongd.util import unix
 
 SO_PEERPIDFD = 77
 """Since Linux 6.5; the standard library has no constant for it yet."""
+_ENVIRON_BYTES_MAX = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +140,10 @@ def environment_of(pid: int) -> dict[str, str]:
     Raises:
         OSError: it cannot be read.
     """
-    content = Path(f"/proc/{pid}/environ").read_bytes()
-    pairs = (item.partition(b"=") for item in content.split(b"\0"))
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        items = file.read(_ENVIRON_BYTES_MAX).split(b"\0")
+    # A process reads the first one of equal names.
+    pairs = (item.partition(b"=") for item in reversed(items))
     return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs if name}
 
 

@@ -38,7 +38,6 @@ _NOT_TRAINERS = frozenset(
 )
 _PROCESSES_MAX = 20_000
 _FDS_MAX = 10_000
-_ENVIRON_BYTES_MAX = 2**20
 _PROGRAM_CHARS_MAX = 60
 
 
@@ -210,7 +209,7 @@ class _Walk:
     def _fix(self, pid: int) -> str:
         socket = self._config.socket
         try:
-            named = _variable(pid, SOCKET_ENV)
+            named = peers.environment_of(pid).get(SOCKET_ENV, "")
             if _is_same(pid, named or str(socket), socket):
                 return (
                     "call swansong.attach() in its training script, or set trainer.signal and "
@@ -233,16 +232,6 @@ def _pids() -> Iterator[int]:
         for entry in entries:
             if entry.name.isdecimal():
                 yield int(entry.name)
-
-
-def _variable(pid: int, name: str) -> str:
-    """A variable of the process as of its start; empty without it."""
-    with open(f"/proc/{pid}/environ", "rb") as file:
-        for item in file.read(_ENVIRON_BYTES_MAX).split(b"\0"):
-            key, _, value = item.partition(b"=")
-            if os.fsdecode(key) == name:
-                return os.fsdecode(value)
-    return ""
 
 
 def _is_same(pid: int, path: str, socket: Path) -> bool:
