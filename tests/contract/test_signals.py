@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import pytest
 from swansong.fields import PROCESS_PREFIX
+from swansongd.config.config import TrainerConfig
 from swansongd.core.events import Event, ProcessFound, SignalledExited, SignalRefused, SignalSent
 from swansongd.trainers import peers, users
 from swansongd.trainers.signals import REQUESTS_MAX, SignalSender, program
@@ -113,10 +114,8 @@ def sender(
             found.append(event)
 
     signals = SignalSender(
-        signal_name="SIGUSR1",
-        pid_file=pid_file,
-        unit=unit,
-        allowed_uids=frozenset({os.geteuid(), uid}) if allowed is None else allowed,
+        TrainerConfig(signal="SIGUSR1", pid_file=pid_file, unit=unit),
+        frozenset({os.geteuid(), uid}) if allowed is None else allowed,
         boot_id=boot_id,
         post=post,
     )
@@ -444,10 +443,8 @@ def test_a_request_is_sent_to_a_process_that_is_known(trainer: Trainer, tmp_path
     """The process is posted before the delivery, so that the answer belongs to it."""
     together: list[Event] = []
     signals = SignalSender(
-        signal_name="SIGUSR1",
-        pid_file=tmp_path / "pid",
-        unit=None,
-        allowed_uids=frozenset({os.geteuid()}),
+        TrainerConfig(signal="SIGUSR1", pid_file=tmp_path / "pid"),
+        frozenset({os.geteuid()}),
         boot_id="boot",
         post=together.append,
     )

@@ -350,14 +350,8 @@ def signal(vm: Installation) -> Judgement:
         )
     known = frozenset(found.uid for user in trainer.users if (found := account(user)) is not None)
     numbers = frozenset(user for user in trainer.users if isinstance(user, int))
-    sender = SignalSender(
-        signal_name=trainer.signal,
-        pid_file=trainer.pid_file,
-        unit=trainer.unit,
-        allowed_uids=may_be_signalled(known | numbers, vm.user.uid),
-        boot_id="",
-        post=lambda _event: None,
-    )
+    allowed_uids = may_be_signalled(known | numbers, vm.user.uid)
+    sender = SignalSender(trainer, allowed_uids, boot_id="", post=lambda _event: None)
     try:
         pid = sender.examine()
     except SignalRefusal as refusal:

@@ -182,6 +182,10 @@ class NotifyConfig:
     def has_heartbeat(self) -> bool:
         return bool(self.heartbeat_url or self.heartbeat_url_file)
 
+    @property
+    def has_receiver(self) -> bool:
+        return bool(self.has_webhook or self.has_heartbeat or self.exec)
+
 
 def conflicts(values: Mapping[str, Any]) -> list[str]:
     """Conflicts between values that are each valid, one line each."""

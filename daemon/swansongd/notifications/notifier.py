@@ -171,27 +171,3 @@ class Notifier:
             heartbeat_interval_s=self._config.heartbeat_interval_s,
             metrics_failure=self._metrics_failure(),
         )
-
-
-def open_notifier(
-    config: NotifyConfig,
-    *,
-    run: str,
-    vm: str,
-    own_fd: int,
-    boot_id: str,
-    training: Callable[[], Training],
-    metrics_failure: Callable[[], str],
-) -> Notifier | None:
-    """The notifier of the configuration; None if there is nothing to notify."""
-    if not (config.has_webhook or config.has_heartbeat or config.exec):
-        return None
-    record = SentNotifications(own_fd, boot_id=boot_id)
-    return Notifier(
-        config,
-        run=run,
-        vm=vm,
-        record=record,
-        training=training,
-        metrics_failure=metrics_failure,
-    )

@@ -57,7 +57,8 @@ from swansongd.core.transition import EXIT_STOPPED
 from swansongd.flush.committer import Committer
 from swansongd.host.fdstore import FdStore
 from swansongd.host.sdnotify import SystemdNotifier
-from swansongd.notifications.notifier import open_notifier
+from swansongd.notifications.notifier import Notifier
+from swansongd.notifications.record import SentNotifications
 from swansongd.observe import log as logs
 from swansongd.observe.accounting import Accounting, MeasuredResume, last_report
 from swansongd.observe.decision_log import DecisionLog
@@ -98,7 +99,7 @@ from swansongd.staging.remover import Remover
 from swansongd.staging.seal import Scanner
 from swansongd.trainers import users
 from swansongd.trainers.channel import TrainerChannel
-from swansongd.trainers.signals import open_sender
+from swansongd.trainers.signals import SignalSender
 from swansongd.util import boot
 
 if TYPE_CHECKING:
@@ -175,17 +176,29 @@ class Service:
         if gpus_before is not None:
             first = gpus.resumed(first, gpus_before)
         self._decisions = Decisions(first, _log)
-        self._notifications = open_notifier(
-            config.notify,
-            run=config.run.name,
-            vm=vm,
-            own_fd=self._staging.own_fd,
-            boot_id=boot_id,
-            training=lambda: self._accounting.training,
-            metrics_failure=lambda: "" if self._metrics is None else self._metrics.failure,
+        self._notifications = (
+            Notifier(
+                config.notify,
+                run=config.run.name,
+                vm=vm,
+                record=SentNotifications(self._staging.own_fd, boot_id=boot_id),
+                training=lambda: self._accounting.training,
+                metrics_failure=lambda: "" if self._metrics is None else self._metrics.failure,
+            )
+            if config.notify.has_receiver
+            else None
         )
         uids = users.uids_of(config.trainer.users)
-        self._signal_sender = open_sender(config.trainer, uids, boot_id, self._post)
+        self._signal_sender = (
+            None
+            if config.trainer.signal == "none"
+            else SignalSender(
+                config.trainer,
+                users.may_be_signalled(uids, os.geteuid()),
+                boot_id=boot_id,
+                post=self._post,
+            )
+        )
         self._observer = StagingObserver(
             Scanner(
                 self._staging.path,

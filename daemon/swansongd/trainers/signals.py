@@ -78,9 +78,7 @@ class SignalSender:
     """Signals the configured process, in a thread.
 
     Args:
-        signal_name: a signal for trainers, for example ``SIGUSR1``.
-        pid_file: file with the pid; takes precedence over ``unit``.
-        unit: systemd unit; its main process is signalled.
+        config: with a signal; ``pid_file`` takes precedence over ``unit``.
         allowed_uids: users that may own the process, see :func:`users.may_be_signalled`; the pid file may
             also belong to root.
         boot_id: of this boot.
@@ -90,11 +88,9 @@ class SignalSender:
 
     def __init__(
         self,
-        *,
-        signal_name: str,
-        pid_file: Path | None,
-        unit: str | None,
+        config: TrainerConfig,
         allowed_uids: frozenset[int],
+        *,
         boot_id: str,
         post: Callable[[Event], None],
     ) -> None:
@@ -102,12 +98,10 @@ class SignalSender:
         self._booted_wall_ns = booted_wall_ns()
         self._found = ProcessFound("")
         self._looking = threading.Lock()
-        self._name = signal_name
-        number = signal_number(signal_name)
+        self._config = config
+        number = signal_number(config.signal)
         assert number is not None  # the configuration refuses other names
         self._number = number
-        self._pid_file = pid_file
-        self._unit = unit
         self._allowed_uids = allowed_uids
         self._post = post
         self._known: deque[str] = deque(maxlen=REQUESTS_MAX)
@@ -136,7 +130,7 @@ class SignalSender:
 
     def look(self) -> None:
         """Look the process up in the pid file, if there is one; from any thread."""
-        if self._pid_file is not None:
+        if self._config.pid_file is not None:
             self._look()
 
     def send(self, request_id: str) -> None:
@@ -157,7 +151,7 @@ class SignalSender:
         return pid
 
     def _run(self) -> None:
-        every_s = LOOK_S if self._pid_file is not None else LOOK_UNIT_S
+        every_s = LOOK_S if self._config.pid_file is not None else LOOK_UNIT_S
         look_mono_s = 0.0
         while not self._stop.is_set():
             if time.monotonic() >= look_mono_s:
@@ -232,7 +226,8 @@ class SignalSender:
         try:
             pidfd = peers.open_process(pid)
         except ProcessLookupError:
-            remove = () if self._pid_file is None else ("rm", "-f", str(self._pid_file))
+            pid_file = self._config.pid_file
+            remove = () if pid_file is None else ("rm", "-f", str(pid_file))
             raise SignalRefusal(f"process {pid} has ended", command=remove) from None
         with openat.closed_on_error(pidfd):
             self._check(pid)
@@ -259,31 +254,28 @@ class SignalSender:
             )
         if not peers.catches_signal(pid, self._number):
             raise SignalRefusal(
-                f"process {pid} has no handler for {self._name}, which would end it",
+                f"process {pid} has no handler for {self._config.signal}, which would end it",
                 "install one in the training script, or use the hooks",
             )
 
     def _resolve(self) -> int:
-        return configured_process(self._pid_file, self._unit, self._allowed_uids)
+        return configured_process(self._config, self._allowed_uids)
 
 
-def configured_process(
-    pid_file: Path | None, unit: str | None, allowed_uids: frozenset[int]
-) -> int:
+def configured_process(config: TrainerConfig, allowed_uids: frozenset[int]) -> int:
     """The pid in ``trainer.pid_file``, or the main process of ``trainer.unit``.
 
     Args:
-        pid_file: file with the pid; takes precedence over ``unit``.
-        unit: systemd unit.
+        config: of the trainer.
         allowed_uids: users other than root that may own the pid file.
 
     Raises:
         SignalRefusal: neither names a process.
     """
-    if pid_file is not None:
-        return _pid_from_file(pid_file, allowed_uids | {users.ROOT})
-    if unit is not None:
-        return _main_pid(unit)
+    if config.pid_file is not None:
+        return _pid_from_file(config.pid_file, allowed_uids | {users.ROOT})
+    if config.unit is not None:
+        return _main_pid(config.unit)
     raise SignalRefusal("the trainer's process is unknown", "set trainer.pid_file or trainer.unit")
 
 
@@ -366,29 +358,3 @@ def program(arguments: list[str]) -> str:
         else:
             return PurePath(argument).name
     return ""
-
-
-def open_sender(
-    config: TrainerConfig,
-    trainers: frozenset[int],
-    boot_id: str,
-    post: Callable[[Event], None],
-) -> SignalSender | None:
-    """The configured sender; None for ``trainer.signal = "none"``.
-
-    Args:
-        config: of the trainer.
-        trainers: uids of ``trainer.users``.
-        boot_id: of this boot.
-        post: see :class:`SignalSender`.
-    """
-    if config.signal == "none":
-        return None
-    return SignalSender(
-        signal_name=config.signal,
-        pid_file=config.pid_file,
-        unit=config.unit,
-        allowed_uids=users.may_be_signalled(trainers, os.geteuid()),
-        boot_id=boot_id,
-        post=post,
-    )

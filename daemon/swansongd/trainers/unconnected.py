@@ -172,9 +172,7 @@ class _Walk:
 
     def _configured(self) -> int:
         with suppress(signals.SignalRefusal, OSError):
-            return signals.configured_process(
-                self._config.pid_file, self._config.unit, self._allowed_uids
-            )
+            return signals.configured_process(self._config, self._allowed_uids)
         return 0
 
     def _is_signalled(self, pid: int) -> bool:
