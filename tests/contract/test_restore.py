@@ -19,7 +19,7 @@ from swansong_bucket.errors import (
 )
 from swansong_bucket.format import manifest
 from swansong_bucket.format.keys import RunKeys
-from swansong_bucket.model import CommitRef, Verdict
+from swansong_bucket.model import CHUNK_BYTES_MAX, CommitRef, Extent, StoredShard, Verdict
 from swansong_bucket.runs import catalog
 from swansong_bucket.runs.signing import signed
 from swansong_bucket.stores.base import ObjectInfo
@@ -247,6 +247,27 @@ def test_a_hostile_manifest_writes_nothing_outside(
     assert "not safe" in got.skipped[0][1]
     written = set(tree(tmp_path)) - set(before)
     assert written == {f"restored/here/{name}" for name in NEW}
+
+
+@pytest.mark.fault("G12", "S25")
+def test_a_small_manifest_of_a_huge_checkpoint_fails_before_a_byte_is_written(
+    store: FileStore, to: Path
+) -> None:
+    """Its extents name one chunk many times.  No older commit is restored in its place.
+
+    An honest checkpoint may be too large for the disk as well, and an older one would lose training.
+    """
+    made = commit(store, {"a": b"x"}, step=300)
+    chunk = replace(made.chunks[0], size_bytes=CHUNK_BYTES_MAX)
+    extents = (Extent.whole(chunk),) * 2**16
+    huge = StoredShard(path="a", size_bytes=2**16 * CHUNK_BYTES_MAX, extents=extents)
+    data = manifest.encode(replace(made, shards=(huge,)))
+    assert len(data) < 2**18
+    store.put(KEYS.commit(made.ref, 0, 1), data)
+    with pytest.raises(StagingError, match=r"needs 1759\d+ bytes"):
+        restore(store, KEYS, RestoreTarget(to))
+    assert not to.exists()
+    assert list(to.parent.iterdir()) == []
 
 
 @pytest.mark.fault("O15", "G07")

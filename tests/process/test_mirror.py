@@ -83,6 +83,30 @@ def test_a_lost_store_continues_in_its_mirror(
     assert daemon.lines.wait(event="committed")["generation"] == 1003
 
 
+@pytest.mark.fault("M08")
+def test_a_run_returns_to_the_store_that_it_left(
+    bucket: Bucket, new_vm: Any, mirror: dict[str, str], witness: str
+) -> None:
+    """Each VM trains in the place that was promoted last, and the other place gets its commits."""
+    places, step = [bucket.store, mirror], 0
+    for number in range(3):
+        here, there = places[number % 2], places[(number + 1) % 2]
+        if number:
+            operator = vm_with(new_vm, f"operator-{number}", there, here)
+            answer(operator, "mirror", "--promote")
+        vm = vm_with(new_vm, f"vm-{number}", here, there)
+        daemon = vm.start_daemon()
+        steps = ("--every-steps", "20", "--steps", str(step + 45))
+        assert vm.start_trainer(*steps, script=witness).wait() == 0
+        assert max(0, daemon.lines.wait(event="resume")["step"]) == step
+        step += 40  # the last commit of this training
+        daemon.lines.wait(event="mirrored", step=step)
+        copy: Vm = new_vm(f"copy-{number}", there)
+        assert copy.commits()[0]["step"] == step
+        assert copy.swansong("verify").returncode == 0
+        vm.power_off()
+
+
 @pytest.mark.fault("M06")
 def test_a_promotion_stops_the_vm_of_the_store(
     bucket: Bucket, new_vm: Any, mirror: dict[str, str], witness: str

@@ -74,6 +74,8 @@ def test_larger_files_have_larger_chunks() -> None:
     sizes = [1, 64 * 2**30, 64 * 2**30 + 1, 2**40, 2**44]
     wanted = [layouts.chunk_bytes_for(size, 16 * MIB) // MIB for size in sizes]
     assert wanted == [16, 16, 32, 256, 256]
+    requests = [len(ChunkLayout(16 * MIB, 32).cut(file_of("a", 10**n))) for n in (9, 10, 11, 12)]
+    assert requests == [60, 597, 2981, 3726]
 
 
 @given(
