@@ -127,7 +127,9 @@ class RawServer:
     A new ``script`` applies to later connections.
     """
 
-    def __init__(self, script: Script, certificate: Path | None = None) -> None:
+    def __init__(
+        self, script: Script, certificate: Path | None = None, *, host: str = "127.0.0.1"
+    ) -> None:
         self.script = script
         self.accepted = 0
         self.errors: list[BaseException] = []
@@ -135,9 +137,11 @@ class RawServer:
         if certificate is not None:
             self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             self._context.load_cert_chain(certificate)
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family)
         scheme = "https" if certificate else "http"
-        self.url = f"{scheme}://127.0.0.1:{self._listener.getsockname()[1]}"
+        named = f"[{host}]" if ":" in host else host
+        self.url = f"{scheme}://{named}:{self._listener.getsockname()[1]}"
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []

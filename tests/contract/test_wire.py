@@ -423,6 +423,23 @@ def test_no_server(plain: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         get(Wire("http://store.invalid", connections=1))
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_addresses_without_a_server_are_passed_over(
+    monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """The name of the store has forty addresses, of both families, and a server at the last one."""
+    with RawServer(answering(200), host=host) as server:
+        port = int(server.url.rpartition(":")[2])
+        places = [*((f"127.0.0.{n}", port) for n in range(2, 40)), ("::1", 9), (host, port)]
+
+        def known(*_args: Any, **_kwargs: Any) -> Any:
+            families = {True: socket.AF_INET6, False: socket.AF_INET}
+            return [(families[":" in at[0]], socket.SOCK_STREAM, 6, "", at) for at in places]
+
+        monkeypatch.setattr(socket, "getaddrinfo", known)
+        assert get(Wire(f"http://store.example:{port}", connections=1)).status == 200
+
+
 @pytest.mark.fault("O07")
 def test_an_untrusted_certificate(pem: Path) -> None:
     """Permanent with a hint; so is a certificate of another host."""
