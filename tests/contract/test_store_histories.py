@@ -37,7 +37,7 @@ from swansongd.staging import scan
 from testkit.committed import tree
 from testkit.records import KEY, NO_RULE
 from testkit.staged import ME
-from testkit.store_backends import OURS, SERVERS
+from testkit.store_backends import OURS, SERVERS, retrying
 
 KEYS = RunKeys("r")
 COMMITS = int(os.environ.get("SWANSONG_HISTORY_COMMITS", "16"))
@@ -212,6 +212,7 @@ def test_all_that_is_protected_comes_back(
     store: ObjectStore, server_name: str, tmp_path: Path
 ) -> None:
     """Power cuts at any request, starts, prunes, pins; each damage is found, and costs only its commits."""
+    store = retrying(store, budget_s=30.0)  # as in the daemon and its commands
     is_signed = server_name != "memory"
     view = signed(store, KEY) if is_signed else store
     run = History(view, tmp_path, server_name)
