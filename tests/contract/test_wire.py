@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import ssl
@@ -421,6 +422,22 @@ def test_no_server(plain: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with Fails:
         get(Wire("http://store.invalid", connections=1))
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOBUFS])
+def test_a_lack_of_descriptors_or_buffers_is_transient(
+    plain: Place, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """No connection can be opened for a moment.  The wire works afterwards, with all its connections."""
+    _, wire = plain.both(answering(200), connections=1)
+
+    def refused(*_args: Any) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as lack, Fails:
+        lack.setattr(socket, "create_connection", refused)
+        get(wire)
+    assert get(wire).status == 200
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
