@@ -435,7 +435,7 @@ def test_a_lack_of_descriptors_or_buffers_is_transient(
         raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as lack, Fails:
-        lack.setattr(socket, "create_connection", refused)
+        lack.setattr(socket, "socket", refused)
         get(wire)
     assert get(wire).status == 200
 
@@ -455,6 +455,27 @@ def test_addresses_without_a_server_are_passed_over(
 
         monkeypatch.setattr(socket, "getaddrinfo", known)
         assert get(Wire(f"http://store.example:{port}", connections=1)).status == 200
+
+
+def test_a_silent_address_delays_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An address that drops packets is tried after the others from then on."""
+    silent, tried = ("127.0.0.9", 9), list[object]()
+    connect = socket.socket.connect
+
+    def counted(sock: socket.socket, place: Any) -> None:
+        tried.append(place)
+        if place == silent:
+            raise TimeoutError("timed out")
+        connect(sock, place)
+
+    with RawServer(saying(b"HTTP/1.0 200 OK\r\nContent-Length: 4\r\n\r\nfine")) as server:
+        served = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", at) for at in (silent, served)]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: found)
+        monkeypatch.setattr(socket.socket, "connect", counted)
+        wire = Wire("http://store.example", connections=1)
+        assert [get(wire).body for _ in range(3)] == [b"fine"] * 3
+    assert tried == [silent, served, served, served]
 
 
 @pytest.mark.fault("O07")
@@ -629,7 +650,7 @@ def test_a_connection_that_is_reset_before_its_handshake(
         theirs.close()
         with pytest.raises(ConnectionResetError):
             ours.recv(1)
-        monkeypatch.setattr(socket, "create_connection", lambda *_: ours)
+        monkeypatch.setattr(Wire, "_connect", lambda *_: ours)
         with pytest.raises(Transient, match="no connection"):
             get(Wire("https://127.0.0.1", connections=1, ca_bundle=str(pem)))
 

@@ -33,6 +33,7 @@ _JOINED_BYTES_MAX = 64 * 2**10
 """Smaller bodies are sent in one call with their head."""
 _UNSENT_BYTES_MAX = 256 * 2**10
 """Bytes of a connection that wait in the kernel to be sent: megabytes would count as sent far too early."""
+_SILENT_MAX = 256
 _SPAN = re.compile(r"bytes=([0-9]+)-([0-9]+)")
 _PORTS = {"https": 443, "http": 80}
 
@@ -111,6 +112,8 @@ class Wire:
         is_forwarded = self._proxy is not None and parts.scheme == "http"
         self._prefix = endpoint.rstrip("/") if is_forwarded else ""
         self._proxy_lines = _authorization(self._proxy) if self._proxy is not None else []
+        self._silent = set[object]()
+        """Addresses at which a connection ended with a timeout."""
         self._lock = threading.Lock()
         self._context: ssl.SSLContext | None = None
         self._pool = Pool(
@@ -265,7 +268,7 @@ class Wire:
         address = self._address
         if self._proxy is not None:
             address = (self._proxy.hostname or "", self._proxy.port or 80)
-        sock = socket.create_connection(address, self._connect_timeout_s)
+        sock = self._connect(address)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES_MAX)
@@ -284,6 +287,31 @@ class Wire:
             raise
         sock.settimeout(None)
         return HttpConnection(sock)
+
+    def _connect(self, address: tuple[str, int]) -> socket.socket:
+        """Connect to the name; addresses that were silent at the last attempt are tried after the others."""
+        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+        failure = OSError(f"{address[0]} has no address")
+        for family, kind, protocol, _, place in sorted(
+            found, key=lambda each: each[4] in self._silent
+        ):
+            try:
+                return self._connected(socket.socket(family, kind, protocol), place)
+            except OSError as error:
+                failure = error
+        raise failure
+
+    def _connected(self, sock: socket.socket, place: object) -> socket.socket:
+        sock.settimeout(self._connect_timeout_s)
+        try:
+            sock.connect(place)  # type: ignore[arg-type] # an address of getaddrinfo
+        except BaseException as error:
+            sock.close()
+            if isinstance(error, TimeoutError) and len(self._silent) < _SILENT_MAX:
+                self._silent.add(place)
+            raise
+        self._silent.discard(place)
+        return sock
 
     def _encrypted(self, sock: socket.socket) -> ssl.SSLSocket:
         sock.settimeout(self._connect_timeout_s)  # of the whole handshake
