@@ -123,6 +123,10 @@ MOMENT_S = 0.05
 """The thread of a moment waits for this time, so that no later call follows before the disturbance."""
 SILENCE_S = 60.0
 """Longest time for which a VM waits for a silent one before it, in place of 15 minutes."""
+TURN_S = 2.0
+"""Longest turn of a decision loop: it waits for an event for at most a second."""
+STOPPED_S = 5.5
+"""Longest time from a stop request to the end of the daemon: the reserve, 2 s, and a turn of 0.5 s."""
 AGEING = 200
 """With retention, one second of the clock ages objects by this number of seconds."""
 
@@ -214,6 +218,8 @@ class Vm:
         """Step that the training had completed at the notice.  SAFE needs this step or a later one."""
         self.is_ending = False
         """Whether training ends after this step."""
+        self.stop_asked_s = 0.0
+        """Time of the last stop request to the daemon."""
         self.evacuation_id = ""
         """The evacuation that the floor is of; a restarted daemon continues it."""
         self.lifeline = -1
@@ -260,6 +266,7 @@ class Vm:
         try:
             self.service = Service(self.config)
             if self.service.run() == EXIT_STOPPED:  # by the operator, who starts it again
+                self.world.stopped(self)
                 self._restart("daemon", None, self.kill_daemon, self.start_daemon)
         except (OSError, SwansongError) as error:
             self._restart("daemon", error, self.kill_daemon, self.start_daemon)
@@ -443,6 +450,8 @@ class World:
         """The number of ranks of each line that has several."""
         self.parents: dict[str, tuple[str, int]] = {}
         """The line and the step that each line has resumed from."""
+        self.claimed = 0
+        """The newest generation that a daemon has claimed."""
         self.problems: list[str] = []
         self.counts: dict[str, int] = {}
 
@@ -515,6 +524,9 @@ class World:
             self.happens(f"before {key.split('/')[1]}")
 
     def _after(self, store: MemoryStore, what: str, key: str) -> None:
+        generation = RunKeys(RUN).parse_generation(key) if store is self.store else None
+        if generation is not None and what != "get":
+            self._check_claim(what, generation)
         if what in {"create", "put"}:
             if store is self.mirror and "/commits/" in key:
                 with self.schedule.outside():
@@ -603,6 +615,26 @@ class World:
             at_risk = vm.disk.at_risk(directory)
         if at_risk:
             self.problems.append(f"a power cut may lose or tear {at_risk}")
+
+    def _check_claim(self, what: str, generation: int) -> None:
+        """I3: generations only grow, and no claim is deleted."""
+        if what not in {"create", "put"} or generation <= self.claimed:
+            self.problems.append(f"{what} of the claim {generation} after {self.claimed}")
+        self.claimed = generation
+
+    def turned(self, service: Service, turn: Callable[[Service], None]) -> None:
+        """V2: a turn of the decision loop waits for an event, and never blocks longer than a second."""
+        vm, begun_s = self.vm, self.schedule.now_s
+        turn(service)
+        took_s = self.schedule.now_s - begun_s
+        if took_s > TURN_S and self.schedule.frozen_s < begun_s:
+            self.problems.append(f"a turn of the decision loop of {vm.name} took {took_s:.1f} s")
+
+    def stopped(self, vm: Vm) -> None:
+        """V5: a daemon ends soon after a stop request, whatever the store and the trainer do."""
+        took_s = self.schedule.now_s - vm.stop_asked_s
+        if took_s > STOPPED_S and self.schedule.frozen_s < vm.stop_asked_s:
+            self.problems.append(f"the daemon of {vm.name} took {took_s:.1f} s to stop")
 
     def process_start(self, peer: Peer) -> int:
         return 0 if select.select([peer.pidfd], [], [], 0)[0] else 1000 + self.vm.trainers
@@ -965,6 +997,7 @@ class World:
             daemon = f"{vm.name}-daemon-{vm.daemons}"
             stop = vm.service._on_signal
             self.schedule.start(stop, (signal.SIGTERM,), group=daemon, name="signal")
+            vm.stop_asked_s = self.schedule.now_s
             vm.is_ending = self.random.random() < 0.5
         if what == "power":
             self._reboot(vm)
@@ -1010,6 +1043,8 @@ def _patch(world: World) -> None:
     peers.process_start = world.process_start
     signal_reader.handle = lambda *_: None
     storage.open_stores = lambda *_: world.stores()
+    turn = Service._turn
+    Service._turn = lambda service: world.turned(service, turn)  # type: ignore[method-assign]
     StagingObserver._watch = lambda _: None  # type: ignore[method-assign, assignment]
     boot.boot_id = lambda: world.vm.boot_id
     boot.booted_wall_ns = lambda: int(

@@ -98,6 +98,16 @@ MUTANTS = (
            "but not the entry for it.\n"
            "            os.fsync(staging_fd)\n",
            "            os.fsync(staging_fd)\n            run_fd = _open_run(staging_fd, run)\n"),
+    # V2, V5 and I3.
+    Mutant("swansongd.service.service", "self._inbox.get(self._tick_s()) or Tick()",
+           "self._inbox.get(3 * self._tick_s()) or Tick()"),
+    Mutant("swansongd.service.service",
+           "        self._stop.set()\n        self._inbox.close()\n",
+           "        time.sleep(6.0)\n        self._stop.set()\n        self._inbox.close()\n"),
+    Mutant("swansong_bucket.retention.prune", "        run.delete_objects(deleted)\n",
+           "        run.delete_objects(deleted)\n"
+           "        for claim in list(store.list(keys.generations))[:1]:\n"
+           "            store.delete(claim.key)\n"),
 )  # fmt: skip
 """Numbered from 0.  Each is found within 20 seeds."""
 NOT_FOUND = (

@@ -84,6 +84,8 @@ class Schedule:
     def __init__(self, seed: int, switches_max: int = 600_000) -> None:
         self.random = random.Random(seed)
         self.now_s = 10_000.0
+        self.frozen_s = 0.0
+        """Time of the last :meth:`freeze`: a frozen process cannot be on time."""
         self.switches = 0
         self._switches_max = switches_max
         self.failures: list[BaseException] = []
@@ -236,6 +238,7 @@ class Schedule:
 
     def freeze(self, prefix: str, *, is_frozen: bool = True) -> None:
         """Send SIGSTOP, or SIGCONT, to all processes whose names have this prefix."""
+        self.frozen_s = self.now_s
         for task in self.tasks:
             if task.group.startswith(prefix):
                 task.is_frozen = is_frozen

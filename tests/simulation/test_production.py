@@ -80,7 +80,8 @@ def test_no_schedule_of_the_production_code_breaks_a_promise(tmp_path: Path) -> 
     """SAFE is true in the store, a resume never loses it, and a calm VM ends SAFE after all faults.
 
     No power cut lets a torn set count or loses a sealed one.  Each notice of the metadata service arrives in
-    time, and none that it did not show.  A seed repeats exactly.
+    time, and none that it did not show.  Claims grow and stay, no turn of a decision loop blocks, and a
+    daemon that is stopped ends in time.  A seed repeats exactly.
     """
     line = expect("production", WANTED, range(8, 11))
     expect_again(line, "production", 10, tmp_path)
