@@ -423,6 +423,39 @@ def test_other_data_are_reported(kind: str, caplog: pytest.LogCaptureFixture) ->
     assert first.loader.state_dict()["checksum"] is None
 
 
+class Reshuffled:
+    """Shuffles the order of the epoch before, as ``MPerClassSampler`` of pytorch-metric-learning does."""
+
+    def __init__(self) -> None:
+        self.order = list(range(SAMPLES))
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.order)
+        return iter(self.order)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+@pytest.mark.parametrize("is_set_back", [True, False])
+def test_a_sampler_that_shuffles_its_own_list_is_named_or_set_back(
+    caplog: pytest.LogCaptureFixture, *, is_set_back: bool
+) -> None:
+    """In a later epoch a resume lacks the shuffles before it, unless the script sorts the list first."""
+    seed_all(0)
+    samplers = [Reshuffled(), Reshuffled()]
+    first, after = (ResumableLoader(DataLoader(DATA, 3, sampler=each)) for each in samplers)
+    list(first)
+    if is_set_back:
+        samplers[0].order.sort()
+    batches = iter(first)
+    next(batches)
+    after.load_state_dict(first.state_dict())
+    wanted = next(batches)[0].tolist()
+    assert (next(iter(after))[0].tolist() == wanted) == is_set_back
+    assert ("an earlier epoch has changed" in caplog.text) != is_set_back
+
+
 class Counted(Dataset[Any]):
     """Counts the loaded samples, in all processes."""
 

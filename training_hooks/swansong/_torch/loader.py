@@ -459,7 +459,8 @@ class ResumableLoader:
             log.warning(
                 "batch %s of epoch %s has other contents than before the checkpoint, so this run does not"
                 " continue to the bit: the data, their order, the number of workers or an unsaved generator"
-                " differs, a sampler uses values that training has changed, or fixed_samples=False is needed",
+                " differs, a sampler uses values that training or an earlier epoch has changed, or"
+                " fixed_samples=False is needed",
                 self._batches,
                 self._epoch,
             )
