@@ -32,6 +32,15 @@ def test_the_example_of_the_page_is_the_output(capfd: pytest.CaptureFixture[str]
         assert found[: output.count("\n")] == output.splitlines()
 
 
+def test_the_figure_of_the_readme_is_the_output(capfd: pytest.CaptureFixture[str]) -> None:
+    """The largest state for a notice of 30 s, by the command in the same line."""
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    [(size, words)] = re.findall(r"\| (\d+) GB with .*`swansong advise (.*?)`", readme)
+    output = " ".join(shown(capfd, *shlex.split(words)).split())
+    [found] = re.findall(r"Any one of these makes it fit: a state of ([\d.]+) GB", output)
+    assert size == f"{float(found):.0f}"
+
+
 def test_every_field_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     """The page names each field of the JSON."""
     fields = set(json.loads(shown(capfd, *PLAN, "--json", "--steps", "1000")))
