@@ -2,9 +2,12 @@
 """A small deterministic world for the state machine: one seed, one heap of events, no real time.
 
 The production machine, planner, claims and commit rules run unchanged.  This module plays one VM: trainers,
-staging, the flush and the store, with the delays and faults of the seed.  After every event the invariants I1
-to I18 are checked against the real content of the store, and each verdict SAFE by the witness of
-:mod:`testkit.simulation.witness`.
+staging, the flush and the store, with the delays and faults of the seed.  After every event I1, I2, I4 to I7,
+I9, I16, I18 and the reserve of V4 are checked against the real content of the store, and each verdict SAFE by
+the witness of :mod:`testkit.simulation.witness`.
+
+Of the other invariants, :mod:`testkit.simulation.retention` checks I8, :mod:`testkit.simulation.production`
+I3, I5, V1, V2 and V5, and :mod:`testkit.simulation.adversary` I11 and I15.
 """
 
 from __future__ import annotations
