@@ -109,7 +109,9 @@ def _goal(runs: Mapping[str, Sequence[Result]]) -> list[str]:
     if others:
         best = min(others, key=lambda name: others[name])
         share = _median(ours) / others[best]
-        lines.append(f"Its loss is {share:.2f} of that of the best other contestant, {best}.")
+        lines.append(
+            f"Its loss is {share:.2f} times the loss of the best other contestant, {best}."
+        )
     return lines
 
 
