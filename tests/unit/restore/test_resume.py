@@ -18,6 +18,7 @@ from swansong.protocol import Message, Restored, RestoreQuery
 from swansong_bucket.errors import Permanent
 from swansong_bucket.format import wall
 from swansong_bucket.model import CommitRef, Health, Staged
+from swansong_bucket.retention.prune import prune
 from swansong_bucket.runs.signing import signed
 from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.stores.file.store import FileStore
@@ -28,7 +29,7 @@ from swansongd.restore.resume import BUDGET_S
 
 from testkit import committed
 from testkit.memory_store import MemoryStore
-from testkit.records import KEY
+from testkit.records import KEY, NO_RULE
 from testkit.restore_rig import RestoreRig
 from testkit.story import Story, a_set
 from testkit.waiting import until
@@ -107,7 +108,7 @@ def test_a_commit_is_downloaded_byte_for_byte(vm: Vm) -> None:
 
 
 def restored_during_a_commit(directory: Path, number: int) -> tuple[Restored, bool]:
-    """The answer, if another VM commits step 200 before a request; and whether there was such a request."""
+    """The answer, if another VM commits step 200, and prunes, before a request; and whether it was reached."""
     store = MemoryStore()
     committed.commit(store, FILES, step=100, nonce="a100")
     rig = RestoreRig(directory, store)
@@ -116,6 +117,7 @@ def restored_during_a_commit(directory: Path, number: int) -> tuple[Restored, bo
     def before(*_request: str) -> None:
         if next(requests) == number:
             committed.commit(store, NEWER_FILES, step=200, nonce="a200")
+            prune(store, rig.context.keys, replace(NO_RULE, keep_last=1), now_wall_s=time.time())
 
     store.before = before
     return rig.ask().answer(), next(requests) > number
@@ -123,7 +125,7 @@ def restored_during_a_commit(directory: Path, number: int) -> tuple[Restored, bo
 
 @pytest.mark.fault("G13")
 def test_a_commit_during_a_restore_is_restored_whole_or_not_at_all(tmp_path: Path) -> None:
-    """Another VM may commit before any request of the restore."""
+    """Another VM may commit before any request of the restore, and prune with the fewest commits kept."""
     steps = set()
     for number in itertools.count():
         answer, was_reached = restored_during_a_commit(tmp_path / str(number), number)
