@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import threading
@@ -18,6 +19,7 @@ from swansongd.sources.metadata import MetadataClient, MetadataUnavailable
 from swansongd.sources.polled import PollOptions
 
 from testkit.emulators.process import EmulatorProcess
+from testkit.forked import forked
 from testkit.raw_server import Peer, RawServer
 from testkit.source_run import SourceRun, asked, control, polls
 from testkit.staged import Clock
@@ -316,6 +318,21 @@ def test_a_service_that_closes_idle_connections_costs_no_failed_poll() -> None:
             closed.clear()
             assert client.request("GET", SPOT_PATH).body == b"value"
             assert closed.wait(60)
+
+
+def test_failed_requests_leave_no_descriptor_open(imds: str) -> None:
+    """A daemon polls for weeks, also on a network that fails."""
+
+    def left_open() -> int:
+        before = len(os.listdir("/proc/self/fd"))
+        with MetadataClient(imds, timeout_s=0.2) as client:
+            for kind in (*["reset"] * 10, "hang"):
+                control(imds, "fault", kind=kind, count=1)
+                with pytest.raises(MetadataUnavailable):
+                    client.request("GET", SPOT_PATH)
+        return len(os.listdir("/proc/self/fd")) - before
+
+    assert forked(left_open) == 0
 
 
 def test_abort_refuses_further_requests(imds: str) -> None:
