@@ -50,7 +50,7 @@ def test_sigterm_outside_systemd_is_a_notice(
         trainer.lines.wait(step=verdict["step"] + 20)
 
 
-@pytest.mark.fault("H02", "H15")
+@pytest.mark.fault("H02", "H15", "O02")
 def test_sigint_exits_without_a_checkpoint(bucket: Bucket, new_vm: Any, witness: str) -> None:
     """An operator's Ctrl-C stops the daemon immediately, with a thread in a request that hangs.
 
