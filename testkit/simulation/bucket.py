@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,13 +35,12 @@ from swansongd.core.events import (
     CommitFailed,
     CommitManifest,
     Event,
-    FenceFound,
     GenerationClaimed,
     PartsCounted,
     RunRead,
 )
 from swansongd.flush.claim_record import ClaimRecord, RecordedStart
-from swansongd.flush.claimant import Claimant
+from swansongd.flush.claimant import Claimant, fence_of
 
 KEYS = RunKeys("r")
 RETRY_S = 2.0
@@ -196,14 +195,8 @@ def start_of(store: SimStore, generation: int) -> str:
     return "" if claim is None else claim.start
 
 
-def fence_found(error: FencedError, start_id: str = "") -> FenceFound:
-    """The event that the daemon gets when a claim or a commit finds a newer claim."""
-    is_same_number = error.newer == error.own
-    return FenceFound(error.newer, is_same_number=is_same_number, start_id=start_id)
-
-
 def commit_event(
-    store: ObjectStore, order: CommitManifest, claim: ClaimObject, own: Collection[str], newest: int
+    store: ObjectStore, order: CommitManifest, claim: ClaimObject, claimant: Claimant
 ) -> Event:
     """Create the manifest by the production rules; returns the event for the daemon.
 
@@ -211,8 +204,7 @@ def commit_event(
         store: the bucket.
         order: of the daemon.
         claim: of the generation of the order.
-        own: starts of this VM.
-        newest: the newest generation that this VM holds.
+        claimant: of this VM.
     """
     staged = order.staged
     made = Manifest(
@@ -229,11 +221,10 @@ def commit_event(
         created="2030-01-01T00:00:00Z",
     )
     try:
-        commit.commit(store, KEYS, made, claim, own=own)
+        commit.commit(store, KEYS, made, claim, own=claimant.own)
     except FencedError as error:
-        if fence_found(error).is_news(newest):
-            return fence_found(error)
-        return CommitFailed(order.flush_id, str(error), conflict=True)
+        is_over = CommitFailed(order.flush_id, str(error), conflict=True)
+        return claimant.fence_by_other(error) or is_over
     except Exists:
         return CommitFailed(order.flush_id, "taken", conflict=True)
     except StoreError as error:
@@ -303,7 +294,7 @@ class Committer:
                 if claim is not None:
                     self._ensure_found(claim)
             except FencedError as error:
-                self._post(fence_found(error))
+                self._post(fence_of(error))
             except StoreError:
                 return False
             self._post(RunRead(newest, owner, is_sound))
@@ -335,7 +326,7 @@ class Committer:
                     GenerationClaimed(start_id, number, newest, owner, is_sound, claim.is_found)
                 )
         except FencedError as error:
-            self._post(fence_found(error, start_id))
+            self._post(fence_of(error, start_id))
         except StoreError:
             return False
         return True
@@ -349,8 +340,7 @@ class Committer:
                 reason = f"no start of this VM holds generation {order.generation}"
                 self._post(CommitFailed(order.flush_id, reason, conflict=False))
             else:
-                own, newest = self.claimant.own, self.claimant.recorded_generation
-                self._post(commit_event(self._store, order, claim, own, newest))
+                self._post(commit_event(self._store, order, claim, self.claimant))
             return True
 
         self._add(create, 0.3)
@@ -376,8 +366,9 @@ class Committer:
                 return PartsCounted(order.newest, committed, None)
             is_sound = commit.are_all_sound(self._store, KEYS, whole)
         except FencedError as error:
-            if fence_found(error).is_news(self.claimant.recorded_generation):
-                self._post(fence_found(error))
+            fence = self.claimant.fence_by_other(error)
+            if fence is not None:
+                self._post(fence)
             return PartsCounted(order.newest, 0, None)
         except StoreError:
             return PartsCounted(order.newest, 0, None)

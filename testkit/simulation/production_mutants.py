@@ -83,7 +83,7 @@ MUTANTS = (
            "            self._post(CommitDone(request.flush_id, manifest.ref))\n"),
     Mutant("swansongd.flush.queue", "            for path, each in sorted(self._files.items())\n",
            "            for path, each in sorted(self._files.items())[1:]\n"),
-    Mutant("swansongd.flush.committer", "                self._post(_fence_of(error))\n            else:",
+    Mutant("swansongd.flush.committer", "                self._post(fence)\n            else:",
            "                self._post(CommitDone(request.flush_id, manifest.ref))\n            else:"),
     Mutant("swansongd.core.proof", "return newest.step >= position.step",
            "return newest.step >= position.step - 5"),

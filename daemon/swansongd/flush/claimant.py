@@ -16,10 +16,21 @@ from swansong_bucket.model import Start
 from swansong_bucket.runs import catalog, commit
 from swansong_bucket.stores.base import ObjectStore
 
-from swansongd.core.events import ClaimGeneration
+from swansongd.core.events import ClaimGeneration, FenceFound
 from swansongd.flush.claim_record import STARTS_MAX, ClaimRecord, RecordedStart, read_record
 
 _log = structlog.get_logger(__name__)
+
+
+def fence_of(error: FencedError, start_id: str = "") -> FenceFound:
+    """The event for the decision loop.
+
+    Args:
+        error: of a claim, a commit or a check.
+        start_id: the start whose claim was refused.
+    """
+    is_same_number = error.newer == error.own
+    return FenceFound(error.newer, is_same_number=is_same_number, start_id=start_id)
 
 
 class Claimant:
@@ -80,6 +91,11 @@ class Claimant:
         """The newest generation that this boot has claimed; 0 without one."""
         of_boot = (each for each in self._record.starts if each.boot_id == self._boot_id)
         return max((each.generation for each in of_boot), default=0)
+
+    def fence_by_other(self, error: FencedError) -> FenceFound | None:
+        """The event if another VM has the run; None if a later start of this VM has it."""
+        found = fence_of(error)
+        return found if found.is_news(self.recorded_generation) else None
 
     def resume(self) -> commit.Claim | None:
         """The claim of the newest recorded start, if its sets may still be committed; None without one.

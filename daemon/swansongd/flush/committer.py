@@ -53,7 +53,7 @@ from swansongd.core.events import (
     RunRead,
 )
 from swansongd.flush.background import Background
-from swansongd.flush.claimant import Claimant
+from swansongd.flush.claimant import Claimant, fence_of
 from swansongd.flush.known import KnownChunks
 from swansongd.flush.store_health import StoreHealth
 from swansongd.observe.facts import NewestDated, Observed
@@ -254,7 +254,7 @@ class Committer:
                 if claim is not None:
                     self._ensure_found(claim)
             except FencedError as error:
-                fences.append(_fence_of(error))
+                fences.append(fence_of(error))
                 self._post(fences[0])
             self._post(RunRead(newest, owner, is_sound))
             self._reads.append(self._read_history)
@@ -321,7 +321,7 @@ class Committer:
                 self._claimant.record_store()
                 attempt()
             except FencedError as error:
-                self._post(_fence_of(error, start_id))
+                self._post(fence_of(error, start_id))
                 return False
             except CorruptError as error:
                 if error.line() != self.refusal:
@@ -353,7 +353,7 @@ class Committer:
         try:
             commit.ensure_not_fenced(self._store, self._keys, claim, own=self._claimant.own)
         except FencedError as error:
-            self._post(_fence_of(error))
+            self._post(fence_of(error))
         except SwansongError as error:  # the next commit checks again
             _log.warning("fence_not_checked", kind=error.kind, error=error.line())
 
@@ -444,9 +444,10 @@ class Committer:
                 reads_back=not self._has_read_back,
             )
         except FencedError as error:
-            if _fence_of(error).is_news(self._claimant.recorded_generation):
-                self._post(_fence_of(error))
-            else:  # a later start of this VM holds the run: only the start of this set is over
+            fence = self._claimant.fence_by_other(error)
+            if fence is not None:
+                self._post(fence)
+            else:  # only the start of this set is over
                 failed(str(error), conflict=True, kind=error.kind)
         except Exists as error:
             reason = f"another checkpoint is committed as {manifest.ref}"
@@ -480,8 +481,9 @@ class Committer:
                 is_sound = commit.are_all_sound(self._store, self._keys, whole)
                 counted = replace(counted, whole=whole.ref, is_sound=is_sound)
         except FencedError as error:
-            if _fence_of(error).is_news(self._claimant.recorded_generation):
-                self._post(_fence_of(error))
+            fence = self._claimant.fence_by_other(error)
+            if fence is not None:
+                self._post(fence)
         except SwansongError as error:  # the core requests the check again
             self._health.failed(_COUNT, error.line())
         else:
@@ -497,8 +499,3 @@ class Committer:
             self._store.put(key, data, if_absent=True)
         except StoreError as error:
             _log.warning("farewell_not_stored", kind=error.kind, error=str(error))
-
-
-def _fence_of(error: FencedError, start_id: str = "") -> FenceFound:
-    is_same_number = error.newer == error.own
-    return FenceFound(error.newer, is_same_number=is_same_number, start_id=start_id)
