@@ -1393,8 +1393,11 @@ class World:
         return self.witness.place(self.witness.sets[staged.id.nonce])
 
     def _expect_superseded(self, staged: Staged, directories: tuple[str, ...]) -> None:
-        """An unsent set may be deleted only if two newer ones stay, and a healthy one if it was healthy."""
-        if self._has_lost_record:
+        """An unsent set may be deleted only if two newer ones stay, and a healthy one if it was healthy.
+
+        A set that a rollback has left needs no other one.
+        """
+        if self._has_lost_record or staged.id.nonce in self.rejected:
             return
         self.fired.add("unsent_set_dropped")
         known = {other.id.nonce: other for other in (*self.state.staging.staged, *self.staging)}

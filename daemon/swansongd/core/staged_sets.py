@@ -123,6 +123,23 @@ def give_up(transition: Transition, ids: Set[CheckpointId]) -> None:
     _put(transition, replace(staging, unusable=staging.unusable | ids))
 
 
+def leave_behind(transition: Transition, left: Sequence[Staged]) -> None:
+    """The training has gone back to a state before these sets: no later start resumes from them.
+
+    They are deleted, because a restarted daemon would commit them.  A set with a manifest is kept: the
+    manifest may exist, and a restarted daemon must know of it.
+    """
+    give_up(transition, {staged.id for staged in left})
+    stored = {item.staged.id for item in transition.state.commits.stored}
+    dispensable = tuple(
+        staged.directory
+        for staged in left
+        if staged.framework == "swansong" and staged.id not in stored
+    )
+    if dispensable:
+        transition.do(Prune(dispensable, keeps_aside=True))
+
+
 def mark_suspect(transition: Transition, ids: Set[CheckpointId]) -> None:
     """Suspect training has sealed these sets."""
     staging = transition.state.staging

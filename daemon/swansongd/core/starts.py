@@ -422,7 +422,7 @@ def record_rolled_back(transition: Transition, step: int) -> None:
     ids = frozenset(staged.id for staged in later)
     if state.flush.flight is not None and state.flush.flight.staged.id in ids:
         flight.stop(transition)
-    staged_sets.give_up(transition, ids)
+    staged_sets.leave_behind(transition, later)
     commits.drop(transition, ids)
     request.record_rolled_back(transition)
 

@@ -139,6 +139,16 @@ def test_a_rollback_is_a_start_with_a_generation_of_its_own(gone_back: Story) ->
     assert not gone_back.state.uncommitted
 
 
+def test_a_restarted_daemon_commits_nothing_that_a_rollback_left(gone_back: Story) -> None:
+    """The next start would resume from it."""
+    deleted = gone_back.last(Prune).directories
+    left = [staged for staged in gone_back.staging if staged.directory not in deleted]
+    gone_back.staging[:] = left
+    after = gone_back.restarted()
+    after.wait(60)
+    assert not after.flushes
+
+
 def test_the_same_steps_again_are_committed_under_the_new_generation(gone_back: Story) -> None:
     """Steps before the discarded ones count again, and no discarded state returns."""
     for step in (21, 30):

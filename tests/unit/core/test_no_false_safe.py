@@ -16,6 +16,7 @@ from swansongd.core.events import (
     Exit,
     NoticeRaised,
     ProcessFound,
+    Prune,
     RolledBack,
     Scanned,
     SignalSent,
@@ -172,7 +173,7 @@ def test_a_manifest_that_was_dropped_may_exist(how: str) -> None:
     """The next VM would resume the state from which a rollback has gone back."""
     story = committed(5)
     story.commit(9, "kept")
-    story.seal(12, "left")
+    left = story.seal(12, "left")
     story.flushed()
     story.commit_fails(conflict=how == "its place is taken")
     if how == "the state is rebuilt":
@@ -180,6 +181,8 @@ def test_a_manifest_that_was_dropped_may_exist(how: str) -> None:
     story.tell(StartBegun(1, "a~1"))
     story.tell(RolledBack(9))
     assert not story.state.commits.stored, "the manifest is not tried again"
+    deleted = {name for order in story.all(Prune) for name in order.directories}
+    assert left.directory not in deleted, "a restarted daemon must know of it"
     story.starts(9, start_id="a~1", parent=Parent("a", 9))
     story.notice(60)
     story.accept(9)
