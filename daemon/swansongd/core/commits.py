@@ -32,8 +32,9 @@ def record_done(transition: Transition, flush_id: str, ref: CommitRef) -> None:
     if commits.ordered is not None and commits.ordered <= ref:
         _put(transition, replace(commits, ordered=None))
     flight.record_committed(transition)
-    if done is None and transition.state.spans_vms:
-        return  # of an earlier start, or of a number of VMs that is not known any more
+    owner = transition.state.start_of(transition.state.owner_of(ref))
+    if done is None and (owner is None or owner.nodes > 1):
+        return  # this VM's part of a checkpoint, of a start that is over
     staged = None if done is None else done.staged
     if done is not None:
         learning.record_manifest(transition, done)

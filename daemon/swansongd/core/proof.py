@@ -89,11 +89,12 @@ def _reaches(state: State, newest: CommitRef, position: Position) -> bool:
     """Whether the next VM resumes from this position, or from a later one of the same start."""
     start = state.start_of(position.start_id)
     assert start is not None
+    if start.generation is None:
+        return False  # before its claim, another VM may commit
     if newest.generation == start.generation:
         return newest.step >= position.step
     if position.step < 0 and start.is_restoring:
-        # It loads the newest set.  Before its claim, another VM may commit.
-        return start.generation is not None
+        return True  # it loads the newest set
     loaded = (start.parent.start_id, start.parent.step)
     is_loaded = bool(start.parent.start_id) and loaded == (state.owner_of(newest), newest.step)
     return is_loaded and position.step <= newest.step
@@ -102,8 +103,9 @@ def _reaches(state: State, newest: CommitRef, position: Position) -> bool:
 def _later_of_other(state: State, newest: CommitRef, position: Position) -> str:
     """Why another state may be, or become, a later commit than the newest one; empty if none may.
 
-    The next VM would resume from it: from a manifest whose reply was lost, or from a set in staging that the
-    start has not loaded.  A later set of the same start is no other state, unless a GPU has failed.
+    The next VM would resume from it: from a manifest whose reply was lost, or from a set that the start has
+    not loaded, in staging or still to be sealed by a process of another start.  A later set of the same start
+    is no other state, unless a GPU has failed.
     """
     start, ordered = state.start_of(position.start_id), state.commits.ordered
     assert start is not None
@@ -113,6 +115,9 @@ def _later_of_other(state: State, newest: CommitRef, position: Position) -> str:
         return f"the manifest of {ordered} may exist"
     if newest.generation == start.generation:
         return ""
+    running = {trainer.start_id for trainer in state.ranks.trainers}
+    if any(each.is_open and each.id in running for each in state.starts.known if each is not start):
+        return "a process of another start runs, which may seal a checkpoint"
     if not state.is_scanned:
         return "a set that was sealed since the last scan may be committed"
     sets = {s.id for s in state.uncommitted} | {s.staged.id for s in state.commits.stored}
@@ -126,7 +131,7 @@ def _distance(state: State, newest: CommitRef, position: Position) -> str:
     assert start is not None
     if newest.generation == start.generation:
         return f"the newest commit is of step {newest.step}, not of step {step}"
-    if start.generation is None and step < 0:
+    if start.generation is None:
         return "this VM has not taken the run over yet, so another one may commit"
     parent = start.parent
     if not parent.is_known:
@@ -229,7 +234,8 @@ def _agreed(state: State, start: Start, request: CheckpointRequest | None) -> Po
             f"the position of {_named(unknown)} is unknown: {_why(state, start, request, unknown)}"
         )
     step = max(steps)
-    if start.nodes > 1 and step >= 0 and not start.ended:  # ranks of other VMs may be a step ahead
+    have_ended = start.ended.keys() >= set(range_of(state, start))
+    if start.nodes > 1 and step >= 0 and not have_ended:  # ranks of other VMs may be a step ahead
         if request is None or request.target is None:
             return "the position of the training is unknown: the ranks of all VMs have not agreed on a step"
         step = max(step, request.target - 1)

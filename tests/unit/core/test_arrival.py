@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from swansong.protocol import Request
-from swansong_bucket.model import CommitRef, Parent, Severity, Verdict
+from swansong_bucket.model import CommitRef, Parent, Severity, Start, Verdict
 from swansongd.core import arrival
 from swansongd.core.arrival import RECONNECT_S
 from swansongd.core.events import (
@@ -135,6 +135,15 @@ def test_a_shutdown_waits_for_a_trainer_that_reconnects() -> None:
     story.serve(9, connection=2)
     assert story.verdicts == ["SAFE generation 2 step 10"]
     assert story.last(Exit).code == EXIT_STOPPED
+
+
+def test_a_start_that_claims_nothing_any_more_delays_no_verdict() -> None:
+    """Its process ended before the daemon started, without a set."""
+    story = Story(recorded=[Start(id="a")])
+    story.now += RECONNECT_S
+    story.notice(in_s=60, source=LOGIND_SOURCE)
+    story.scan()
+    assert story.verdicts == ["LOST None"]
 
 
 def test_a_restarted_daemon_waits_for_the_trainers_of_the_earlier_one() -> None:

@@ -268,6 +268,22 @@ def test_a_rank_that_ends_in_an_error_states_no_position_of_other_vms(
     assert node.final == [f"{verdict} generation 3 step 7"]
 
 
+def test_a_rank_that_has_ended_states_no_position_for_the_others() -> None:
+    """Another rank of this VM still trains, so the ranks of other VMs may be a step ahead of it."""
+    node = Node()
+    for rank in (0, 1):
+        node.join(rank + 1, rank=rank, ranks=2, nodes=2, step=7, start_id="" if rank else "first")
+    node.tell(StartBegun(2, "first"))
+    node.seal_part(7)
+    node.complete()
+    node.leave(2, is_goodbye=True)
+    node.notice(in_s=60)
+    node.accept(7)
+    for _ in range(70):
+        node.wait(1)
+    assert node.final == ["PARTIAL generation 3 step 7"]
+
+
 @pytest.mark.fault("X09")
 def test_a_finished_run_in_doubt_waits_for_no_trainer() -> None:
     """A GPU of the other VM had failed: no trainer comes whose checkpoint could improve the verdict."""
@@ -682,6 +698,22 @@ def test_another_start_waits_for_a_limited_time(in_s: float | None, limit_s: flo
     assert node.state.flush.flight is None
     assert not node.state.candidates
     assert node.state.notices.peer_end_mono_s is None, "the VM that ends may have left the job"
+
+
+def test_a_part_that_is_confirmed_after_its_start_is_no_whole_checkpoint() -> None:
+    """The job continues on this VM alone, after a limited wait for the reply of the store."""
+    node = started()
+    node.seal_part(9)
+    node.flushed()
+    node.grants = False
+    node.leave()
+    node.join_one_of(1, pid=200, start_id="alone")
+    node.scan()
+    node.wait(FINISH_S + 0.1)
+    node.tell(StartBegun(1, "alone"))
+    assert not node.state.commits.stored
+    node.committed_ref()
+    assert node.state.commits.last is None
 
 
 def test_a_start_begins_immediately_with_nothing_left_to_commit() -> None:

@@ -17,6 +17,7 @@ from swansongd.core.events import (
     Conclude,
     FenceFound,
     NoticeRaised,
+    Rescan,
     RestoreAsked,
     RolledBack,
     RunRead,
@@ -53,6 +54,15 @@ def resumed(step: int, parent: Parent | None = None) -> Story:
     story.starts(step if parent is None else parent.step, parent=parent)
     story.progress(step)
     return story
+
+
+def not_claimed() -> Story:
+    """The restore unit has fetched the newest commit, and the claim gets no answer: another VM may commit."""
+    story = Story(newest=NEWEST)
+    story.grants = False
+    story.join()
+    story.starts(448, parent=NEWEST_IS_LOADED)
+    return refused(story, 448)
 
 
 def refused(story: Story, *steps: int, fails: bool = True, first: int = 1) -> Story:
@@ -169,6 +179,22 @@ def sealed_unseen() -> Story:
     return story
 
 
+def sealed_by_an_unknown_process() -> Story:
+    """Its set was sealed after the last scan, and it ended before it could reconnect to the daemon."""
+    before = committed()
+    story = before.restarted()
+    story.notice(60)
+    story.scan()
+    story.wait(1)
+    story.staging.append(a_set(455, "late"))
+    assert Rescan() in story.join(2, pid=200, start_id="b")
+    story.starts(448, 2, start_id="b", parent=Parent("a", 448))
+    story.accept(448, 2)
+    story.tell(TrainerFailed(2, story.request_id, "disk full"))
+    assert not story.verdicts, "the set will be committed"
+    return story
+
+
 def loads_an_older_state() -> Story:
     """A set is not committed yet, and the training starts again from the checkpoint before it."""
     story = committed()
@@ -235,6 +261,14 @@ def notebook(*, is_answered: bool = False) -> Story:
         story.notice(60)
         story.serve(480, connection=3)
     return story if is_answered else refused(story, 480, first=3)
+
+
+def beside_an_earlier_process() -> Story:
+    """The next start has loaded the checkpoint, and the process before it still trains from there."""
+    story = committed()
+    story.join(2, pid=200, start_id="b")
+    story.starts(448, 2, start_id="b", parent=Parent("a", 448))
+    return refused(story, 448, first=2)
 
 
 def record_is_lost() -> Story:
@@ -430,6 +464,8 @@ CASES: list[Case] = [
     ("no rank 0", rank_0_never_came, "PARTIAL", "the start of rank 1 is unknown"),
     ("one goodbye", one_rank_says_goodbye, "PARTIAL", "of step 448, not of step 449"),
     ("nothing since the load", lambda: refused(resumed(448, NEWEST_IS_LOADED), 448), "SAFE", ""),
+    ("loaded before the claim", not_claimed, "PARTIAL", "has not taken the run over yet"),
+    ("earlier process", beside_an_earlier_process, "PARTIAL", "a process of another start"),
     ("record lost", record_is_lost, "SAFE", "step 448"),
     ("steps since", lambda: refused(resumed(460, NEWEST_IS_LOADED), 460), "PARTIAL", "not of step"),
     ("load unknown", lambda: refused(resumed(448), 448), "PARTIAL", "has not said what it loaded"),
@@ -439,6 +475,7 @@ CASES: list[Case] = [
     ("restore failed", lambda: restoring(fails=True), "PARTIAL", "of rank 0 is unknown"),
     ("restoring a set", lambda: restoring(is_sealed=True), "PARTIAL", "448"),
     ("restoring an unseen set", sealed_unseen, "PARTIAL", "448"),
+    ("unseen set of an unknown process", sealed_by_an_unknown_process, "PARTIAL", "448"),
     ("loaded after the request", loaded_after_the_request, "SAFE", ""),
     ("older load before a commit", loads_an_older_state, "PARTIAL", "460"),
     ("commit unknown", commit_is_unknown, "PARTIAL", "448"),
