@@ -63,6 +63,8 @@ _CLAIM_RETRY_S_MAX = 10.0
 _CLAIM_RETRY_URGENT_S = 0.5
 _READ_RETRY_S = 2.0
 """Time between two looks whether work that waits for the end of an evacuation may be done."""
+FAREWELLS_MAX = 64
+"""Farewells that wait for their turn, which may be weeks while each claim fails: the oldest one gives way."""
 _CLAIM, _COMMIT, _COUNT = "claim", "commit", "count"
 """The operations that are reported to the health of the store.  Each is repeated until it succeeds."""
 _OBSOLETE = (
@@ -125,6 +127,11 @@ class Committer:
         """Whether this daemon has read a manifest back and found the bytes that it had written."""
         self._farewells = 0
         """Number of farewells that were requested."""
+        self._lock = threading.Lock()
+        self._waiting: deque[Callable[[], object]] = deque(maxlen=FAREWELLS_MAX)
+        """The farewells that wait, each with one job."""
+        self._checks_fence = False
+        """Whether a check of the fence waits for its turn."""
         self.refusal = ""
         """Why no generation can be claimed before an operator acts; empty: the next attempt may succeed."""
         self._jobs: queue.Queue[Callable[[], object]] = queue.Queue()
@@ -193,12 +200,17 @@ class Committer:
 
         if conclusion.is_foretold:
             threading.Thread(target=run, name="farewell", daemon=True).start()
-        else:
-            self._jobs.put(run)
+            return
+        with self._lock:
+            if len(self._waiting) < FAREWELLS_MAX:
+                self._jobs.put(self._next_farewell)
+            self._waiting.append(run)
 
     def check_fence(self) -> None:
         """Check whether another VM has taken the run over; posts FenceFound if so."""
-        self._jobs.put(self._check_fence)
+        if not self._checks_fence:
+            self._checks_fence = True
+            self._jobs.put(self._check_fence)
 
     def claim(self, request: ClaimGeneration) -> None:
         """Claim a generation for this start; posts GenerationClaimed or FenceFound.
@@ -347,6 +359,7 @@ class Committer:
             self._reads.append(partial(self._read_newest_commit, newest))
 
     def _check_fence(self) -> None:
+        self._checks_fence = False
         claim = self._claimant.newest
         if claim is None:
             return
@@ -490,6 +503,11 @@ class Committer:
             self._health.ok(_COUNT)
         finally:
             self._post(counted)
+
+    def _next_farewell(self) -> None:
+        with self._lock:
+            write = self._waiting.popleft()
+        write()
 
     def _farewell(self, generation: int, data: bytes) -> None:
         stamp = self._wall().replace(":", "").replace("-", "")

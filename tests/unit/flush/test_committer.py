@@ -46,7 +46,7 @@ from swansongd.flush import committer as committers
 from swansongd.flush.background import Background
 from swansongd.flush.claim_record import STARTS_MAX, ClaimRecord, RecordedStart
 from swansongd.flush.claimant import Claimant
-from swansongd.flush.committer import Committer
+from swansongd.flush.committer import FAREWELLS_MAX, Committer
 from swansongd.flush.known import KnownChunks
 from swansongd.flush.store_health import StoreHealth
 from swansongd.observe.facts import NewestDated, Observed
@@ -927,6 +927,19 @@ def test_farewells_without_a_verdict_do_not_queue(rig: CommitterRig) -> None:
         assert working.drain(10)
     (key,) = stored(rig, KEYS.farewells)
     assert json.loads(rig.store.get(key))["slack_s"] == -4
+
+
+def test_the_farewells_of_a_long_outage_are_bounded(rig: CommitterRig) -> None:
+    """The newest ones are written once the store answers."""
+    with ExitStack() as committer:
+        with rig.outage():
+            working = committer.enter_context(rig.committer())
+            for number in range(FAREWELLS_MAX + 3):
+                working.farewell(1, replace(LOST, slack_s=number), OPENED)
+        working.expedite()
+        assert working.drain(60)
+    written = {json.loads(rig.store.get(key))["slack_s"] for key in stored(rig, KEYS.farewells)}
+    assert written == set(range(3, FAREWELLS_MAX + 3))
 
 
 def test_a_manifest_does_not_wait_for_a_farewell_before_any_verdict(
