@@ -80,7 +80,7 @@ MUTANTS = (
 """Numbered from 0."""
 NOT_FOUND = (
     # Each was found before the world had slow requests, within 64 seeds; now they need more.
-    Mutant("proof", "        return start.generation is not None\n", "        return True\n"),
+    Mutant("proof", "        return False  # before its claim", "        pass  # before its claim"),
     Mutant("proof", "    if doubt:\n", "    if False:\n"),
     Mutant("starts", "0 < began_ticks < start.began_ticks", "False"),
     Mutant("proof", "if position.step < 0 and start.is_restoring:", "if position.step < 0:"),
@@ -108,7 +108,7 @@ NOT_FOUND = (
     Mutant("proof", "if state.starts.fenced_by is not None:\n        return (",
            "if False:\n        return ("),
     # The hooks disconnect with the end of the run, and do not connect again for the same start.
-    Mutant("proof", "if ends and trains_on <= max(ends):", "if ends:"),
+    Mutant("proof", "t.is_connected and t.step <= max(ends)", "True"),
     Mutant("starts", "start.ended.items() if rank != trainer.rank}", "start.ended.items()}"),
     # A second answer to an evacuation must be sealed before the first one is stored.
     Mutant("proof", "return min(answers, default=None)", "return max(answers, default=None)"),

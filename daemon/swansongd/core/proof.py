@@ -200,8 +200,8 @@ def _answered_step(state: State, start: Start) -> int | None:
     ends = [id_.step for id_ in sets if id_.is_final]
     if last is not None and last.is_final and last.generation == start.generation:
         ends.append(last.step)
-    trains_on = max((t.step for t in state.connected if t.start_id == start.id), default=-1)
-    if ends and trains_on <= max(ends):
+    running = [t for t in state.ranks.trainers if t.start_id == start.id]
+    if ends and all(t.is_connected and t.step <= max(ends) for t in running):
         return max(ends)
     if evacuation is None:
         return None

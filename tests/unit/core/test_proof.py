@@ -306,10 +306,13 @@ def final() -> Story:
     return story
 
 
-def trains_past_its_end() -> Story:
+def trains_past_its_end(*, is_connected: bool = True) -> Story:
     story = committed()
     story.commit(460, "end", is_final=True)
-    story.progress(470)
+    if is_connected:
+        story.progress(470)
+    else:
+        story.leave(exited=False)
     story.notice(60)
     return story
 
@@ -486,6 +489,12 @@ CASES: list[Case] = [
     ("answer beside a notebook", lambda: notebook(is_answered=True), "SAFE", "step 481"),
     ("end of the run", final, "SAFE", "step 460"),
     ("steps after the end", trains_past_its_end, "PARTIAL", "the position of rank 0 is unknown"),
+    (
+        "no connection after the end",
+        lambda: trains_past_its_end(is_connected=False),
+        "PARTIAL",
+        "the position of rank 0 is unknown",
+    ),
     ("no query", loads_by_itself, "PARTIAL", "has not said what it loaded"),
     ("two answers", answers_twice, "SAFE", "training was at step 461"),
     ("process answers", process, "SAFE", "at step 461"),
