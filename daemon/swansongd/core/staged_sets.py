@@ -126,15 +126,16 @@ def give_up(transition: Transition, ids: Set[CheckpointId]) -> None:
 def leave_behind(transition: Transition, left: Sequence[Staged]) -> None:
     """The training has gone back to a state before these sets: no later start resumes from them.
 
-    They are deleted, because a restarted daemon would commit them.  A set with a manifest is kept: the
-    manifest may exist, and a restarted daemon must know of it.
+    They are deleted, because a restarted daemon would commit them.  A set is kept if its manifest may exist:
+    a restarted daemon must know of it.
     """
     give_up(transition, {staged.id for staged in left})
-    stored = {item.staged.id for item in transition.state.commits.stored}
+    state, ordered = transition.state, transition.state.commits.ordered
     dispensable = tuple(
         staged.directory
         for staged in left
-        if staged.framework == "swansong" and staged.id not in stored
+        if staged.framework == "swansong"
+        and ((ref := state.ref_of(staged.id)) is None or ordered is None or ref > ordered)
     )
     if dispensable:
         transition.do(Prune(dispensable, keeps_aside=True))

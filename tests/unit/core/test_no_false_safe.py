@@ -13,6 +13,7 @@ import pytest
 from swansong_bucket.model import CommitRef, Parent, Severity
 from swansongd.core import machine
 from swansongd.core.events import (
+    CommitManifest,
     Exit,
     NoticeRaised,
     ProcessFound,
@@ -189,6 +190,20 @@ def test_a_manifest_that_was_dropped_may_exist(how: str) -> None:
     story.tell(TrainerFailed(1, story.request_id, "a rank hangs"))
     story.leave(is_goodbye=True)
     assert story.conclude() == ["PARTIAL generation 2 step 9"]
+
+
+def test_a_rollback_keeps_no_set_whose_manifest_was_not_ordered() -> None:
+    """A restarted daemon would commit it, perhaps after a SAFE for the state that the rollback has loaded."""
+    story = committed(5)
+    story.seal(9, "ordered")
+    story.flushed()
+    stored = story.seal(12, "stored")
+    story.commit_fails()
+    story.flushed()
+    assert story.last(CommitManifest).staged.id.step == 9, "the next one waits for the store"
+    story.tell(StartBegun(1, "a~1"))
+    story.tell(RolledBack(5))
+    assert story.last(Prune).directories == (stored.directory,)
 
 
 @pytest.mark.parametrize(
