@@ -1696,6 +1696,7 @@ class World:
         may_be_none = conclusion.verdict in (Verdict.LOST, Verdict.NO_TRAINING) or is_unread
         may_be_none |= self.state.commits.ordered is not None
         may_be_none |= self.state.starts.fenced_by is not None
+        may_be_none |= self.state.newest_generation is None
         if may_be_none and conclusion.commit is None:
             if self.state.commits.last is not None:
                 raise Broken(f"I16: {conclusion.verdict} without a commit, and a commit stands")

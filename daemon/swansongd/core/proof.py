@@ -69,8 +69,8 @@ def _may_stand(state: State) -> str:
     other = state.starts.predecessor
     if other is not None and other.newest is not None:
         return f"{other.newest} stands, by the VM that this one replaces"
-    if other is not None and other.generation:
-        return "the VM that this one replaces may commit"
+    if state.newest_generation is None:
+        return "this VM has not taken the run over yet, so another one may commit"
     if state.commits.ordered is not None:
         return (
             f"the manifest of {state.commits.ordered} may exist, and the store has not confirmed it"
