@@ -1762,6 +1762,9 @@ class World:
         is_loaded = point == trainer.line.loaded and self._reported.issuperset(connections)
         # A set that the start has not loaded may still become the newest commit.
         is_loaded &= self.state.is_scanned and not self.state.uncommitted
+        # Another VM may commit before the claim, and so may another process of this VM.
+        is_loaded &= self.state.generation is not None
+        is_loaded &= {t.start_id for t in self.state.ranks.trainers} == {trainer.start_id}
         answers = [
             staged.id.step
             for staged in self.sealed
