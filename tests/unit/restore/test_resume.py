@@ -108,7 +108,7 @@ def test_a_commit_is_downloaded_byte_for_byte(vm: Vm) -> None:
 
 
 def restored_during_a_commit(directory: Path, number: int) -> tuple[Restored, bool]:
-    """The answer, if another VM commits step 200, and prunes, before a request; and whether it was reached."""
+    """The answer, if another VM commits step 200, and prunes, before a request; whether it was reached."""
     store = MemoryStore()
     committed.commit(store, FILES, step=100, nonce="a100")
     rig = RestoreRig(directory, store)
