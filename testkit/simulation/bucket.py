@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from swansong_bucket.errors import Exists, FencedError, NotFound, StoreError, Transient
@@ -39,7 +38,7 @@ from swansongd.core.events import (
     PartsCounted,
     RunRead,
 )
-from swansongd.flush.claim_record import ClaimRecord, RecordedStart
+from swansongd.flush.claim_record import ClaimRecord
 from swansongd.flush.claimant import Claimant, fence_of
 
 KEYS = RunKeys("r")
@@ -250,12 +249,8 @@ class SimClaimant(Claimant):
         """The record as the next life of the daemon reads it."""
         return self._record
 
-    def _save(
-        self, *, starts: tuple[RecordedStart, ...] | None = None, store_id: str | None = None
-    ) -> None:
-        del store_id
-        if starts is not None:
-            self._record = replace(self._record, starts=starts)
+    def _save(self, record: ClaimRecord) -> None:
+        self._record = record
 
 
 class Committer:

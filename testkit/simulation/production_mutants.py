@@ -53,7 +53,7 @@ MUTANTS = (
     Mutant("swansong._checkpoint.staging",
            "_put(layout.rank_manifest_name(rank), manifest, partial_fd, durable=durable)",
            "_put(layout.rank_manifest_name(rank), manifest, partial_fd, durable=False)"),
-    Mutant("swansongd.staging.prepare", "            os.fsync(staging_fd)\n", ""),
+    Mutant("swansongd.staging.prepare", "        os.fsync(staging_fd)\n", ""),
     Mutant("swansong.openat", "            if durable:\n                os.fsync(fd)\n", ""),
     Mutant("swansong.openat", "    if durable:\n        os.fsync(dir_fd)\n", ""),
     Mutant("swansong._checkpoint.saver", 'durable=manifest.kind != "emergency"', "durable=False"),
@@ -93,11 +93,11 @@ MUTANTS = (
            "        self._doomed = [read for read in self.found.commits if read.key not in kept][:-1]\n"
            "        self._doomed += self.found.commits[-1:]"),
     Mutant("swansongd.staging.prepare",
-           "            run_fd = _open_run(staging_fd, run)\n"
-           "            # The hooks sync their sets and the entries of this directory, "
+           "        run_fd = _open_run(staging_fd, run)\n"
+           "        # The hooks sync their sets and the entries of this directory, "
            "but not the entry for it.\n"
-           "            os.fsync(staging_fd)\n",
-           "            os.fsync(staging_fd)\n            run_fd = _open_run(staging_fd, run)\n"),
+           "        os.fsync(staging_fd)\n",
+           "        os.fsync(staging_fd)\n        run_fd = _open_run(staging_fd, run)\n"),
     # V2, V5 and I3.
     Mutant("swansongd.service.service", "self._inbox.get(self._tick_s()) or Tick()",
            "self._inbox.get(3 * self._tick_s()) or Tick()"),

@@ -82,7 +82,7 @@ def test_with_a_signing_key_a_bucket_writer_gains_nothing(
 def test_a_planted_last_generation_is_reported_and_never_safe(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
-    """The daemon runs, reports the reason and claims nothing, and the trainer gets an error: LOST.
+    """The daemon runs, reports the reason and claims nothing, and the trainer gets an error: PARTIAL.
 
     Once the object is deleted, training starts and is SAFE.
     """
@@ -99,7 +99,7 @@ def test_a_planted_last_generation_is_reported_and_never_safe(
     assert report["store"]["health"] != "ok"
     assert LAST in report["store"]["reason"]
     aws.notice(in_s=4)
-    assert daemon.lines.wait(event="verdict")["verdict"] == "LOST"
+    assert daemon.lines.wait(event="verdict")["verdict"] == "PARTIAL"
     assert bucket.keys("run/generations/") == [LAST]
     assert bucket.keys("run/commits/") == []
     aws.withdraw()
