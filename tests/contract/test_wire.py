@@ -6,8 +6,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import ssl
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -19,15 +17,12 @@ from swansong_bucket.errors import Permanent, Transient
 from swansong_bucket.stores.base import WINDOW_BYTES, Body
 from swansong_bucket.stores.http import pool
 from swansong_bucket.stores.http.client import Response, Wire
-from swansong_bucket.stores.http.pool import HttpConnection
 
 from testkit.bodies import CountedSink, torn
 from testkit.forked import peak_bytes
 from testkit.raw_server import Peer, RawServer, Request, Script, answering, certificate
 from testkit.waiting import until
 
-RECORD_BYTES = 2**14
-"""Limit of one TLS record."""
 CONTENT = os.urandom(2 * WINDOW_BYTES + 12_345)
 Fails = pytest.raises(Transient)
 
@@ -637,54 +632,6 @@ def test_a_refusal_and_a_reset(plain: Place) -> None:
 
 
 # ---------------------------------------------------------------- what hangs
-
-
-def test_a_connection_that_is_reset_before_its_handshake(
-    pem: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is sent without encryption, and the error is transient."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        ours = socket.create_connection(listener.getsockname(), 10)
-        theirs, _ = listener.accept()
-        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        theirs.close()
-        with pytest.raises(ConnectionResetError):
-            ours.recv(1)
-        monkeypatch.setattr(Wire, "_connect", lambda *_: ours)
-        with pytest.raises(Transient, match="no connection"):
-            get(Wire("https://127.0.0.1", connections=1, ca_bundle=str(pem)))
-
-
-def test_a_cut_connection_gives_no_ciphertext(pem: Path) -> None:
-    """The watchdog cuts a connection whose records wait in the socket: they are not read as plain text."""
-    over = threading.Event()
-
-    def zeros(peer: Peer) -> None:
-        peer.send(bytes(4 * RECORD_BYTES))
-        over.wait(10)
-
-    with RawServer(zeros, pem) as server:
-        host, port = server.url.removeprefix("https://").split(":")
-        context = ssl.create_default_context(cafile=str(pem))
-        raw = socket.create_connection((host, int(port)), 10)
-        with context.wrap_socket(raw, server_hostname=host) as sock:
-            until(lambda: len(sock_queue(sock)) > RECORD_BYTES, what="a record in the socket")
-            connection = HttpConnection(sock)
-            connection.shut_down("cut")
-            window = memoryview(bytearray(2 * RECORD_BYTES))
-            with suppress(Transient):
-                while count := connection.receive_into(window):
-                    assert bytes(window[:count]) == bytes(count)
-        over.set()
-
-
-def sock_queue(sock: socket.socket) -> bytes:
-    """The ciphertext that waits in a socket."""
-    with socket.socket(fileno=os.dup(sock.fileno())) as other:
-        other.setblocking(False)
-        with suppress(BlockingIOError):
-            return other.recv(2 * RECORD_BYTES, socket.MSG_PEEK)
-        return b""
 
 
 def stalling(sent: bytes | None, gate: threading.Event) -> Script:

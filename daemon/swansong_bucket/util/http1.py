@@ -109,17 +109,10 @@ class ResponseReader:
     Args:
         receive_into: fills part of a window, and returns the number of bytes; 0 at the end.
         method: of the request; the response to a HEAD request has no body.
-        fill: as ``receive_into``, and may wait until the window is full.
     """
 
-    def __init__(
-        self,
-        receive_into: Callable[[memoryview], int],
-        method: str,
-        fill: Callable[[memoryview], int] | None = None,
-    ) -> None:
+    def __init__(self, receive_into: Callable[[memoryview], int], method: str) -> None:
         self._receive_into = receive_into
-        self._fill = fill or receive_into
         self._method = method
         self._buffer = bytearray()
         """Bytes that were received and not yet returned."""
@@ -150,7 +143,7 @@ class ResponseReader:
         elif head.size_bytes is not None:
             yield from self._exactly(head.size_bytes, window)
         else:
-            while count := self._take(window) or self._receive_into(window):
+            while count := self._some(window):
                 yield window[:count]
 
     def _pass_trailers(self) -> None:
@@ -163,17 +156,18 @@ class ResponseReader:
         left_bytes = size_bytes
         while left_bytes:
             piece = window[: min(left_bytes, window.nbytes)]
-            filled = self._take(piece)
+            filled = 0
             while filled < piece.nbytes:
-                count = self._fill(piece[filled:])
+                count = self._some(piece[filled:])
                 if not count:
                     raise Transient("the response ended early")
                 filled += count
             left_bytes -= filled
             yield piece
 
-    def _take(self, window: memoryview) -> int:
-        """Move bytes that were received already."""
+    def _some(self, window: memoryview) -> int:
+        if not self._buffer:
+            return self._receive_into(window)
         count = min(len(self._buffer), window.nbytes)
         window[:count] = self._buffer[:count]
         del self._buffer[:count]

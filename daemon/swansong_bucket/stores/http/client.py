@@ -21,6 +21,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from swansong_bucket.errors import Permanent, Transient
 from swansong_bucket.stores.base import Body, Sink
 from swansong_bucket.stores.http.pool import ConnectionBroken, HttpConnection, Pool, TooSlow
+from swansong_bucket.stores.http.tls import Tls
 from swansong_bucket.util.http1 import Head, ResponseReader, receive_until, request_head
 
 RESPONSE_BYTES_MAX = 4 * 2**20
@@ -163,7 +164,7 @@ class Wire:
         connection = self._pool.take(is_first_attempt=is_first)
         is_reusable = False
         try:
-            reader = ResponseReader(connection.receive_into, request.method, connection.fill)
+            reader = ResponseReader(connection.receive_into, request.method)
             try:
                 self._send(connection, head, request.body)
             except TooSlow:
@@ -272,10 +273,11 @@ class Wire:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES_MAX)
+            tls = None
             if self._scheme == "https":
                 if self._proxy is not None:
                     self._tunnel(sock)
-                sock = self._encrypted(sock)
+                tls = Tls(sock, self._tls(), self._address[0], self._connect_timeout_s)
         except ssl.SSLCertVerificationError as error:
             sock.close()
             raise Permanent(
@@ -286,7 +288,7 @@ class Wire:
             sock.close()
             raise
         sock.settimeout(None)
-        return HttpConnection(sock)
+        return HttpConnection(sock, tls)
 
     def _connect(self, address: tuple[str, int]) -> socket.socket:
         """Connect to the name; addresses that were silent at the last attempt are tried after the others."""
@@ -312,17 +314,6 @@ class Wire:
             raise
         self._silent.discard(place)
         return sock
-
-    def _encrypted(self, sock: socket.socket) -> ssl.SSLSocket:
-        sock.settimeout(self._connect_timeout_s)  # of the whole handshake
-        name = self._address[0]
-        tls = self._tls().wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
-        try:
-            tls.do_handshake()  # wrap_socket() would skip it if the peer has reset the connection
-        except BaseException:
-            tls.close()
-            raise
-        return tls
 
     def _tls(self) -> ssl.SSLContext:
         with self._lock:

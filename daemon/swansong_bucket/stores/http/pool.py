@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import select
 import socket
-import ssl
 import statistics
 import struct
 import threading
@@ -20,11 +19,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
-from functools import partial
-from typing import ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar
 
 from swansong_bucket.errors import Transient
 from swansong_bucket.stores.base import WINDOW_BYTES
+from swansong_bucket.stores.http.tls import Tls
 from swansong_bucket.util.threads import lasting_thread
 
 IDLE_S_MAX = 20.0
@@ -76,9 +75,11 @@ class ConnectionPhase(Enum):
 class HttpConnection:
     """A socket, its window, and the progress of its request.  One thread uses it at a time."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, tls: Tls | None = None) -> None:
         self.sock = sock
-        self._read = _read_of(sock)
+        self._tls = tls
+        self._send_all = tls.send_all if tls else sock.sendall
+        self._receive_into = tls.receive_into if tls else sock.recv_into
         self.buffer = memoryview(bytearray(WINDOW_BYTES))
         self.idle_since_mono_s = 0.0
         self.cut = ""
@@ -122,30 +123,14 @@ class HttpConnection:
         """Send all of ``data``; raises ConnectionBroken."""
         self.phase = ConnectionPhase.SENDING
         try:
-            self.sock.sendall(data)
+            self._send_all(data)
         except OSError as error:
             raise self.broken(error) from error
 
     def receive_into(self, window: memoryview) -> int:
         """Receive some bytes; returns 0 at the end, and raises ConnectionBroken."""
-        return self._checked(partial(self._read, window.nbytes), window)
-
-    def fill(self, window: memoryview) -> int:
-        """Receive until the window is full; returns fewer bytes at the end, and raises ConnectionBroken."""
-        return self._checked(self._filled, window)
-
-    def _filled(self, window: memoryview) -> int:
-        # With TLS, each turn reads one record.  A Python call more in a turn costs 8 % of a restore on two
-        # cores (n=11): threads wait for the interpreter lock.
-        read, size_bytes = self._read, window.nbytes
-        filled = 0
-        while filled < size_bytes and (count := read(size_bytes - filled, window[filled:])):
-            filled += count
-        return filled
-
-    def _checked(self, receive: Callable[[memoryview], int], window: memoryview) -> int:
         try:
-            count = receive(window)
+            count = self._receive_into(window)
         except OSError as error:
             raise self.broken(error) from error
         if not count and self.cut:
@@ -168,7 +153,7 @@ class HttpConnection:
 
     def is_usable(self) -> bool:
         """Whether an idle connection can be reused: nothing was received, and the peer has not closed."""
-        if isinstance(self.sock, ssl.SSLSocket) and self.sock.pending():
+        if self._tls is not None and self._tls.has_more:
             return False
         poll = select.poll()
         poll.register(self.sock, select.POLLIN | select.POLLRDHUP)
@@ -210,18 +195,7 @@ class HttpConnection:
         """Shut the socket down, which ends every wait on it immediately."""
         self.cut = why
         with suppress(OSError):
-            # The method of an SSLSocket would let the thread that uses it read ciphertext as plain text.
-            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
-
-
-def _read_of(sock: socket.socket) -> Callable[[int, memoryview], int]:
-    """A function that reads at most this number of bytes into a window."""
-    if isinstance(sock, ssl.SSLSocket):
-        # Without the methods around it, which cost 7 % of a restore; ``SSLSocket.read`` has the same effect.
-        # The stubs allow only a bytearray; any buffer works, and the length is returned.
-        read = getattr(sock, "_sslobj", sock).read
-        return cast("Callable[[int, memoryview], int]", read)
-    return lambda size_bytes, window: sock.recv_into(window, size_bytes)
+            self.sock.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass(eq=False, repr=False)
