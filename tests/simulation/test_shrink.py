@@ -73,7 +73,7 @@ assert not calm["problems"] and not none, calm
 def test_a_script_with_all_choices_is_the_run_itself(simulator: str, seed: int) -> None:
     """Else the failure of a seed would get lost before it is shrunk.  Without choices nothing fails.
 
-    A history on its own clock, and threads on the simulated one: the world of the jobs is that of production.
+    A history on its own clock, and threads on the simulated one: jobs run in the world of production.
     """
     subprocess.run(
         [sys.executable, "-c", REPLAYED, simulator, str(seed)],

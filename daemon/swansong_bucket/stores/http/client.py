@@ -35,6 +35,7 @@ _JOINED_BYTES_MAX = 64 * 2**10
 _UNSENT_BYTES_MAX = 256 * 2**10
 """Bytes of a connection that wait in the kernel to be sent: megabytes would count as sent far too early."""
 _SILENT_MAX = 256
+"""Silent addresses that a wire remembers."""
 _SPAN = re.compile(r"bytes=([0-9]+)-([0-9]+)")
 _PORTS = {"https": 443, "http": 80}
 
@@ -309,7 +310,9 @@ class Wire:
             sock.connect(place)  # type: ignore[arg-type] # an address of getaddrinfo
         except BaseException as error:
             sock.close()
-            if isinstance(error, TimeoutError) and len(self._silent) < _SILENT_MAX:
+            if isinstance(error, TimeoutError):
+                if len(self._silent) >= _SILENT_MAX:
+                    self._silent.clear()  # the names of large stores have other addresses by now
                 self._silent.add(place)
             raise
         self._silent.discard(place)
