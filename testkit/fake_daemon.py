@@ -151,9 +151,11 @@ class FakeDaemon:
             try:
                 while data := connection.recv(protocol.MAX_MESSAGE_BYTES):
                     message = protocol.decode(data)
-                    for answer in self._answers(connection, message):
-                        connection.send(protocol.encode(answer))
-                    self.received.append(message)
+                    answers = self._answers(connection, message)
+                    with self._lock:  # who has an answer finds its message here; :meth:`send` comes later
+                        self.received.append(message)
+                        for answer in answers:
+                            connection.send(protocol.encode(answer))
             except OSError:
                 pass
             finally:

@@ -35,6 +35,8 @@ settings.register_profile(
 settings.load_profile("machines")
 # A worker may be a fork of a warm Python.  Before other modules, some of which use the path when imported.
 sys.executable = os.environ.setdefault("SWANSONG_TEST_PYTHON", sys.executable)
+# Not on stdout: a thread that outlives its test would write into what another one reads there.
+structlog.configure(logger_factory=structlog.stdlib.LoggerFactory())
 gc.disable()  # until the end of the collection, of which it takes half
 
 DOES_NOT_APPLY = "does not apply"
@@ -48,15 +50,12 @@ WARM_ENV = "SWANSONG_TEST_WARM"
 @pytest.fixture(autouse=True)
 def _log_settings() -> Iterator[None]:
     """Undo the log settings of a test: a command in this process sets those of the whole process."""
-    before = structlog.get_config() if structlog.is_configured() else None
+    before = structlog.get_config()
     loggers = [logging.getLogger(), *map(logging.getLogger, log.CAPPED)]
     levels = [logger.level for logger in loggers]
     handlers = loggers[0].handlers[:]
     yield
-    if before is None:
-        structlog.reset_defaults()
-    else:
-        structlog.configure(**before)
+    structlog.configure(**before)
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
     loggers[0].handlers[:] = handlers

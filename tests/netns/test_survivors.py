@@ -85,10 +85,10 @@ def test_a_vm_that_disappears_costs_the_job_no_step(cluster: Cluster) -> None:
     savers = 2 if left_out == str(lost) else 1
     assert resumed["from_step"] == committed["step"] == steps[-1]["step"] >= 20
     assert resumed["digest"] == steps[-1]["digest"]
-    # A start with one VM less, before all have met, has taken the first generation.
+    # A start with one VM less, before all have met, has taken the first generation.  The next one may save, too.
     where = committed["generation"], committed["step"]
     whole = {part(*where, node, savers) for node in range(savers)}
-    assert cluster.parts() == whole
+    assert {each for each in cluster.parts() if each <= max(whole)} == whole
     assert f"yes, without rank {left_out}" in staying.vm.swansong("ls", "--wide").stdout
     verdicts = staying.vm.daemon.lines.all(event="verdict") if staying.vm.daemon else []
     assert verdicts
