@@ -190,7 +190,8 @@ def parts_committed(
 ) -> tuple[int, catalog.Commit | None]:
     """The number of nodes with a part of the newest checkpoint, and the newest whole one.
 
-    Costs one listing of the commits since ``after`` and, if one is whole, one of the claims.
+    Costs one listing of the commits since ``after`` and, if one is whole or of a newer generation, one of the
+    claims.
 
     Args:
         newest: the newest checkpoint of which this VM has committed its part.
@@ -210,7 +211,10 @@ def parts_committed(
     if after is not None:
         first = max(first, after)
     committed = 0
-    for found in catalog.list_commits(store, keys, since_step=first):
+    listed = catalog.list_commits(store, keys, since_step=first)
+    if listed and listed[0].ref.generation > newest.generation:
+        ensure_found(store, keys, claim)  # this VM must not say that the run has no checkpoint
+    for found in listed:
         if found.nodes != nodes or not first <= found.ref <= newest or found.ref == after:
             continue
         if found.ref == newest:

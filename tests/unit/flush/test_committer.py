@@ -1174,6 +1174,16 @@ def test_a_part_after_the_claim_of_another_start_makes_no_checkpoint_whole(
         assert rig.next() == PartsCounted(NINE, 0, None)
 
 
+@pytest.mark.fault("G03")
+def test_a_look_for_parts_finds_the_commits_of_another_start(rig: CommitterRig) -> None:
+    """A VM that waits in vain for the other parts does not say that the run has no checkpoint."""
+    put_part(rig.store, 0)
+    with committer_of(rig) as committer:
+        put_part(rig.store, 0, step=1, generation=of_another_vm(rig))
+        assert counted(rig, committer) == FenceFound(2)
+        assert rig.next() == PartsCounted(NINE, 0, None)
+
+
 def test_a_look_for_parts_is_always_answered(rig: CommitterRig) -> None:
     """Also when the store fails: the decision loop does not look again before the answer."""
     with committer_of(rig) as committer, rig.outage():
