@@ -40,7 +40,12 @@ CREDENTIALS = {
 def environment(**more: str) -> dict[str, str]:
     """The environment of the VM's processes: of the caller's only the variables that Python and CUDA need."""
     inherited = ("PATH", "HOME", "PYTHONPATH", "LANG", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
-    base = {name: os.environ[name] for name in inherited if name in os.environ}
+    # A warm Python has chosen its kernels by the caller's variables, and others sum in another order.
+    base = {
+        name: value
+        for name, value in os.environ.items()
+        if name in inherited or name.startswith("OPENBLAS_")
+    }
     return {**base, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **more}
 
 

@@ -11,6 +11,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 from urllib.parse import urlsplit
@@ -25,6 +26,7 @@ class _Fault:
     way: Way = "up"
     after_bytes: int = 0
     times: int | None = None
+    bytes_per_s: float = float("inf")
 
 
 class FaultProxy:
@@ -44,6 +46,8 @@ class FaultProxy:
         self._closed = False
         self._epoch = 0
         self._fault = _Fault()
+        self._free_mono_s = 0.0
+        """When a slow link has sent what was given to it."""
         self._relays: list[threading.Thread] = []
         self._acceptor = threading.Thread(target=self._accept, daemon=True)
         self._acceptor.start()
@@ -59,6 +63,10 @@ class FaultProxy:
     def stall(self, way: Way, after_bytes: int) -> None:
         """Stop after ``after_bytes`` bytes, and keep the connection open."""
         self._begin(_Fault("stall", way, after_bytes))
+
+    def pace(self, bytes_per_s: float) -> None:
+        """Forward both directions of all connections together at this rate."""
+        self._begin(_Fault(bytes_per_s=bytes_per_s))
 
     def close(self) -> None:
         self._closed = True
@@ -127,7 +135,17 @@ class FaultProxy:
                         target.sendall(data[:room])
                         self._strike(client, fault, epoch)
                         return
+                self._wait_for_link(len(data), fault, epoch)
                 target.sendall(data)
+
+    def _wait_for_link(self, size_bytes: int, fault: _Fault, epoch: int) -> None:
+        with self._lock:
+            self._free_mono_s = max(self._free_mono_s, time.monotonic())
+            self._free_mono_s += size_bytes / fault.bytes_per_s
+            due_mono_s = self._free_mono_s
+        waiting = threading.Event()
+        while self._epoch == epoch and (left_s := due_mono_s - time.monotonic()) > 0:
+            waiting.wait(min(left_s, _WAKE_S))
 
     def _strike(self, client: socket.socket, fault: _Fault, epoch: int) -> None:
         self.hits += 1

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from testkit.clouds import Bucket
+from testkit.emulators.fault_proxy import FaultProxy
 from testkit.emulators.process import EmulatorProcess
 from testkit.rig import Vm, control
 from testkit.waiting import until
@@ -108,22 +109,67 @@ def test_a_run_returns_to_the_store_that_it_left(
 
 
 @pytest.mark.fault("M06")
-def test_a_promotion_stops_the_vm_of_the_store(
+def test_a_zombie_of_the_old_region_adds_nothing_to_the_promoted_mirror(
     bucket: Bucket, new_vm: Any, mirror: dict[str, str], witness: str
 ) -> None:
-    """The daemon finds the foreign claim at its next copy, ends with code 14, and copies nothing more."""
-    vm = vm_with(new_vm, "vm", bucket.store, mirror)
-    daemon = vm.start_daemon()
-    vm.start_trainer("--every-steps", "20", script=witness)
-    daemon.lines.wait(event="mirrored")
-    assert vm.swansong("mirror", "--promote", "--force").returncode == 0
-    assert daemon.wait() == EXIT_FENCED
+    """The run forks: a VM that does not reach the mirror commits into the store, another one into the mirror.
+
+    The first one finds the foreign claim as soon as it reaches the mirror, and ends with code 14.
+    """
+    with FaultProxy(mirror["endpoint"]) as link:
+        vm = vm_with(new_vm, "vm", bucket.store, {**mirror, "endpoint": link.url})
+        daemon = vm.start_daemon()
+        vm.start_trainer("--every-steps", "20", script=witness)
+        daemon.lines.wait(event="mirrored")
+        link.stall("up", 0)
+        operator = vm_with(new_vm, "operator", bucket.store, mirror)
+        promoted = answer(operator, "mirror", "--promote", "--force")["promoted_generation"]
+        other: Vm = new_vm("other", mirror)
+        trainer = other.start_daemon()
+        other.start_trainer("--every-steps", "20", script=witness)
+        trainer.lines.wait(event="committed", generation=promoted + 1)
+        known = bucket.manifests()[0]["step"]
+        until(lambda: bucket.manifests()[0]["step"] > known, what="a commit of the zombie")
+        link.forward()
+        assert daemon.wait() == EXIT_FENCED
     assert daemon.lines.all(event="mirror_promoted")
-    copied = [each["step"] for each in new_vm("other", mirror).commits()]
-    assert vm.swansong("mirror").returncode == EXIT_FENCED
-    # A VM of the old configuration is fenced at its start, too.
-    assert vm.start_daemon(ready=False).wait() == EXIT_FENCED
-    assert [each["step"] for each in new_vm("another", mirror).commits()] == copied
+    other.power_off()
+    commits = new_vm("reader", mirror).commits()
+    assert commits[0]["generation"] == promoted + 1
+    of_store = [each["step"] for each in commits if each["generation"] <= promoted]
+    # A VM of the old configuration, and an operator with it, copy nothing either.
+    assert operator.swansong("mirror").returncode == EXIT_FENCED
+    assert operator.start_daemon(ready=False).wait() == EXIT_FENCED
+    again = new_vm("another", mirror).commits()
+    assert [each["step"] for each in again if each["generation"] <= promoted] == of_store
+
+
+@pytest.mark.fault("M03")
+def test_a_link_that_is_slower_than_the_run_still_carries_a_commit(
+    bucket: Bucket, new_vm: Any, mirror: dict[str, str], witness: str
+) -> None:
+    """Each chunk takes longer than a request may stand still, and newer commits come meanwhile."""
+    size_bytes = 4 * 2**20
+    with FaultProxy(mirror["endpoint"]) as link:
+        link.pace(3e6)
+        to_mirror = {**mirror, "endpoint": link.url}
+        vm: Vm = new_vm(
+            "vm",
+            bucket.store,
+            settings={"mirror": to_mirror, "flush": {"chunk_bytes": "5MiB"}},
+            constants=SOON,
+        )
+        daemon = vm.start_daemon()
+        arguments = ("--every-steps", "50", "--size-bytes", str(size_bytes))
+        trainer = vm.start_trainer(*arguments, script=witness)
+        step = daemon.lines.wait(60, event="mirrored")["step"]
+        assert vm.status()["mirror"]["lag"]["commits"] >= 2
+        trainer.kill()
+    copy: Vm = new_vm("copy", mirror)
+    assert step in [each["step"] for each in copy.commits()]
+    assert (
+        copy.swansong("restore", "--step", str(step), "--to", str(copy.disk / "c")).returncode == 0
+    )
 
 
 @pytest.mark.fault("M02", "M04")
