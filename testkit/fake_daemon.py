@@ -152,7 +152,8 @@ class FakeDaemon:
                 while data := connection.recv(protocol.MAX_MESSAGE_BYTES):
                     message = protocol.decode(data)
                     answers = self._answers(connection, message)
-                    with self._lock:  # who has an answer finds its message here; :meth:`send` comes later
+                    # Who has an answer finds its message here; :meth:`send` comes later.
+                    with self._lock:
                         self.received.append(message)
                         for answer in answers:
                             connection.send(protocol.encode(answer))

@@ -85,7 +85,7 @@ def test_a_vm_that_disappears_costs_the_job_no_step(cluster: Cluster) -> None:
     savers = 2 if left_out == str(lost) else 1
     assert resumed["from_step"] == committed["step"] == steps[-1]["step"] >= 20
     assert resumed["digest"] == steps[-1]["digest"]
-    # A start with one VM less, before all have met, has taken the first generation.  The next one may save, too.
+    # A start with one VM less, before all have met, has taken the first generation; the next may save, too.
     where = committed["generation"], committed["step"]
     whole = {part(*where, node, savers) for node in range(savers)}
     assert {each for each in cluster.parts() if each <= max(whole)} == whole
