@@ -184,8 +184,7 @@ def test_every_quoted_message_is_of_the_code() -> None:
     """An operator who searches the pages for an error message finds its present words."""
     quoted = {
         word
-        for text in (PAGES["runbook"], section("stores", "Errors of a directory"))
-        for word in first_cells(text)
+        for word in first_cells(PAGES["runbook"])
         if " " in word and not word.startswith(("swansong ", "systemctl "))
     } - OF_THE_KERNEL
     assert len(quoted) >= 5
