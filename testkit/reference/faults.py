@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 
 from testkit import REPOSITORY
 from testkit.reference.markup import filled, table
@@ -28,23 +29,34 @@ GROUPS = {
 }
 """By the letters of a row's name."""
 LAYERS = {
-    "S": "code",
-    "C": "contract",
-    "P": "processes",
-    "N": "network",
-    "V": "system",
+    "S": (
+        "code",
+        "the code alone: functions, or hours of a daemon with a seeded clock, disk, store and scheduler",
+    ),
+    "C": (
+        "contract",
+        "one part at its real interface: sockets, files, signals, stores and metadata services",
+    ),
+    "P": ("processes", "the daemon, a trainer and a store as processes"),
+    "N": ("network", "several VMs, each in a network namespace"),
+    "V": ("system", "a booted systemd in a container, or a virtual machine"),
 }
 
 
 def page() -> str:
     """docs/reliability.md."""
     matrix = tomllib.loads((REPOSITORY / "tests" / "faults.toml").read_text())
-    rows: dict[str, list[tuple[str, str, str]]] = {letters: [] for letters in GROUPS}
-    for name, facts in matrix.items():
-        layers = ", ".join(LAYERS[layer] for layer in facts["layers"].split())
-        rows[name.rstrip("0123456789")].append((name, facts["fault"], layers))
-    tables = [
-        f"### {GROUPS[letters]}\n\n{table(('row', 'fault', 'shown by'), found)}"
-        for letters, found in rows.items()
-    ]
-    return filled("reliability.md", number=str(len(matrix)), faults="\n\n".join(tables))
+    layers = Counter(layer for facts in matrix.values() for layer in facts["layers"].split())
+    groups = Counter(name.rstrip("0123456789") for name in matrix)
+    return filled(
+        "reliability.md",
+        number=str(len(matrix)),
+        layers=table(
+            ("shown by", "tests", "faults"),
+            [(*LAYERS[layer], str(layers[layer])) for layer in LAYERS],
+        ),
+        groups=table(
+            ("rows", "subject", "faults"),
+            [(letters, GROUPS[letters], str(groups[letters])) for letters in GROUPS],
+        ),
+    )
