@@ -1176,7 +1176,7 @@ def test_a_part_after_the_claim_of_another_start_makes_no_checkpoint_whole(
 
 @pytest.mark.fault("G03")
 def test_a_look_for_parts_finds_the_commits_of_another_start(rig: CommitterRig) -> None:
-    """A VM that waits in vain for the other parts does not say that the run has no checkpoint."""
+    """A VM that waits for other parts does not say that the run has no checkpoint."""
     put_part(rig.store, 0)
     with committer_of(rig) as committer:
         put_part(rig.store, 0, step=1, generation=of_another_vm(rig))
