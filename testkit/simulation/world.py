@@ -1759,11 +1759,12 @@ class World:
         point = None if made is None else self.witness.sets.get(made.nonce)
         if made is None or point is None or made.ref != last:
             return
+        if self.state.generation is None:
+            return  # another VM may commit before the claim
         is_loaded = point == trainer.line.loaded and self._reported.issuperset(connections)
         # A set that the start has not loaded may still become the newest commit.
         is_loaded &= self.state.is_scanned and not self.state.uncommitted
-        # Another VM may commit before the claim, and so may another process of this VM.
-        is_loaded &= self.state.generation is not None
+        # Another process of this VM may commit.
         is_loaded &= {t.start_id for t in self.state.ranks.trainers} == {trainer.start_id}
         answers = [
             staged.id.step
