@@ -444,6 +444,31 @@ def test_a_run_that_ends_early_is_not_finished(
     assert "ended at step 4 instead of 5" in caplog.text
 
 
+def test_an_end_without_a_step_is_named(
+    daemon: FakeDaemon, attach: Attach, counter: Counter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as one of a loop over epochs from restore(): not after a step, with ``at``, or at a known end."""
+    first = attach({"counter": counter})
+    train(first, counter, 1, 4)
+    until(lambda: first.save(4), what="the welcome")
+    first.close()
+    (directory,) = daemon.sealed()
+    daemon.restorable = lambda: (directory, 4)
+    for steps, at, is_named in ((0, None, True), (1, None, False), (0, 4, False)):
+        caplog.clear()
+        guard = attach({"counter": counter})
+        start = guard.restore()
+        train(guard, counter, start + 1, start + steps)
+        assert guard.finish(at=at)
+        assert ("this start has trained no step" in caplog.text) == is_named
+    daemon.restorable = lambda: (daemon.sealed()[-1], 5)
+    caplog.clear()
+    guard = attach({"counter": counter})
+    guard.restore()
+    assert guard.finish()
+    assert "trained no step" not in caplog.text
+
+
 def test_a_request_is_answered_with_the_end_of_the_run(
     daemon: FakeDaemon, attach: Attach, counter: Counter
 ) -> None:

@@ -643,6 +643,18 @@ def test_a_finished_run_with_a_look_at_its_data_trains_all_further_epochs(
     assert after.train() == wanted[EPOCHS - 1 :]
 
 
+def test_a_loop_that_repeats_the_end_of_its_epoch_has_continued(tmp_path: Path) -> None:
+    """A run that finishes there has not missed its loop, as one without an epoch left would have."""
+    first = Epochs("v", stop_at=0, directory=tmp_path)
+    list(first.loader)
+    save_part(first.state, tmp_path)
+    after = Epochs("v", seed=99)
+    after.state.load(tmp_path)
+    assert not after.state.has_continued()
+    assert list(after.loader) == []
+    assert after.state.has_continued()
+
+
 class Looking:
     """A script that also loops over its training loader for other purposes than a step.
 

@@ -444,7 +444,7 @@ class Guard:
         elif self.finished:
             is_committed = True  # nothing was trained since the end that restore() loaded
         elif step >= 0:
-            is_committed = self._save_end(step, time.monotonic() + limit_s)
+            is_committed = self._save_end(step, time.monotonic() + limit_s, at)
         self._end("finished")
         return is_committed
 
@@ -644,13 +644,21 @@ class Guard:
         self._saver.cost.saved_mono_s = time.monotonic()
         return step
 
-    def _save_end(self, step: int, until_mono_s: float) -> bool:
+    def _save_end(self, step: int, until_mono_s: float, at: int | None) -> bool:
         """Save the end of the run and wait for its commit; returns whether it is committed."""
         before = self._session.last_committed
+        is_idle = step == self._reporter.started_at and not self._state.has_continued()
         self._state.before_end()
         due = self._agreement.between_steps()
         if not self._write(Due("final", due.request_id if due is not None else ""), step):
             return False
+        if is_idle and at is None:
+            log.warning(
+                "finish() marks the run as finished at step %s, and this start has trained no step: if the"
+                " run is longer, its loop did not continue, for example because it counts epochs from"
+                " restore(), which returns steps; finish(at=STEPS) marks no earlier end",
+                step,
+            )
         if not self._saver.wait(until_mono_s - time.monotonic()) or not self._saver.has_saved:
             return False
         self._finished_at = step

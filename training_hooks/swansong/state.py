@@ -230,6 +230,11 @@ class Snapshots:
     """Whether ``snapshot`` copies, so that training may continue before the copy is written."""
     reads_whole_set = False
     """Whether ``load`` takes the directory of all ranks, of any number of ranks."""
+    owns_loop = True
+    """Whether all that the loop needs is in this state.
+
+    A framework may keep the position of its data, and change the objects before it loads a checkpoint.
+    """
     takes_code = False
     """Whether the checkpoints of the run are signed, so that code in them comes from the run."""
     ranks = Ranks()
@@ -264,6 +269,10 @@ class Snapshots:
 
     def count_steps_with(self, completed_steps: Callable[[], int]) -> None:
         """Take the function that returns the number of steps that the script has reported."""
+
+    def has_continued(self) -> bool:
+        """Whether the loop over the training data has begun since the last load, as far as it can be seen."""
+        return not self.owns_loop
 
     def before_end(self) -> None:
         """The run is about to end: what only the next step would undo is undone now."""

@@ -122,11 +122,6 @@ class TrainingState(Divisible):
 
     in_background = True
     reads_whole_set = True
-    owns_loop = True
-    """Whether all that the loop needs is in this state.
-
-    A framework may keep the position of its data, and change the objects before it loads a checkpoint.
-    """
 
     def __init__(
         self,
@@ -191,6 +186,11 @@ class TrainingState(Divisible):
         for loader in of_kind(self._objects, ResumableLoader).values():
             loader.completed_steps = completed_steps
             ResumableLoader.saved.add(loader)
+
+    def has_continued(self) -> bool:
+        """Whether a loop over a :class:`ResumableLoader` has begun since the last load."""
+        loaders = of_kind(self._objects, ResumableLoader).values()
+        return not self.owns_loop or any(loader.has_begun for loader in loaders)
 
     def before_end(self) -> None:
         """A last look at the training data is no epoch: a longer run would train it."""

@@ -90,7 +90,9 @@ class SwansongCallback(TrainerCallback):  # type: ignore[misc]
         self._has_ended_pass = False
         """Whether the first pass over a data set without a length is over."""
         self._steps_to_watch = _WATCHED_STEPS
-        self.guard = swansong.attach(JointDirectory(self._save, self._load), **options)
+        directory = JointDirectory(self._save, self._load)
+        directory.owns_loop = False
+        self.guard = swansong.attach(directory, **options)
         trainer.add_callback(self)
         # The Trainer calls this method after all callbacks of a step or an epoch, and no callback after it.
         self._follow = trainer._maybe_log_save_evaluate  # noqa: SLF001 - it has no public name

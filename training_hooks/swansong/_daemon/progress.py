@@ -48,6 +48,8 @@ class Reporter:
         """First step of a start of the training that was not sent yet."""
         self.lock = threading.Lock()
         """Held while a start is reported: a tick must not report a step of the start before as one of it."""
+        self.started_at = -1
+        """Step from which the training started."""
         self.awaits_step = True
         """Whether no new step was reported since the training started."""
         self._last_polls = 0
@@ -107,7 +109,8 @@ class Reporter:
         """
         self._last = Progress(step=step)
         self._last_mono_s = time.monotonic()
-        self._unsent_step, self.awaits_step = step, True
+        self._unsent_step = self.started_at = step
+        self.awaits_step = True
         self._send_start()
 
     def _send_start(self) -> None:
