@@ -9,6 +9,7 @@ import functools
 import random
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,29 @@ def test_all_state_is_restored(tmp_path: Path, at: int) -> None:
     assert before.model[4].weight is before.model[0].weight
     names = {path.suffix for path in (directory / "rank-00000").iterdir()}
     assert names == {".json", ".safetensors"}
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler:UserWarning", "ignore:The epoch parameter")
+def test_an_object_gets_its_dicts_back_in_their_types(tmp_path: Path) -> None:
+    """A restored scheduler can compute the rate of any epoch, also one in another scheduler."""
+
+    def script() -> tuple[TrainingState, Any, Any]:
+        optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 1.0)
+        single = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2])
+        parts = [torch.optim.lr_scheduler.MultiStepLR(optimizer, [1]) for _ in range(2)]
+        whole = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [3])
+        state = TrainingState(optimizer=optimizer, scheduler=single, whole=whole)
+        state.values["seen"] = Counter("ab")
+        return state, single, parts[0]
+
+    before, after = script(), script()
+    before[0].values["seen"]["a"] += 3
+    after[0].load(save_part(before[0], tmp_path))
+    assert after[0].values["seen"].most_common(1) == [("a", 4)]
+    for scheduler in after[1:]:
+        assert type(scheduler.milestones) is Counter
+    after[1].step(2)
+    assert after[1].get_last_lr() == pytest.approx([0.01])
 
 
 def test_moments_have_the_order_in_memory_of_their_parameters(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import copy
 import inspect
 import json
 import os
@@ -530,6 +531,29 @@ def _filled(target: Any, value: Any) -> Any:
     return target
 
 
+def retyped(value: Any, before: Any) -> Any:
+    """Return a restored value whose dicts have the types that an object has for them before the load.
+
+    JSON has one type, and an object may need its own, such as the ``Counter`` of torch's ``MultiStepLR``.
+
+    Args:
+        value: of the checkpoint.
+        before: the object, or its attribute of the same name.
+    """
+    if type(value) is dict:
+        parts = before if isinstance(before, dict) else getattr(before, "__dict__", {})
+        items = {key: retyped(each, parts.get(key)) for key, each in value.items()}
+        if type(before) not in _DICTS:
+            return items
+        restored = copy.copy(before)
+        restored.clear()
+        restored.update(items)
+        return restored
+    if type(value) is type(before) is list and len(value) == len(before) <= _PLAIN_MAX:
+        return list(map(retyped, value, before))
+    return value
+
+
 def _is_array(item: Any) -> bool:
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     return (numpy is not None and type(item) is numpy.ndarray) or (
@@ -609,7 +633,7 @@ class Bundle(Snapshots):
         states, generators = tree["objects"], tree["random"]
         check_names(states.keys(), self._objects.keys())
         for name, item in self._objects.items():
-            item.load_state_dict(states[name])
+            item.load_state_dict(retyped(states[name], item))
         # Last, because loading the objects may draw random numbers.
         set_generators(unpack(generators))
 

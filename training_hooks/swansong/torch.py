@@ -81,6 +81,7 @@ from swansong.state import (
     by_name,
     check_names,
     decode_tree,
+    retyped,
     set_generators,
     take_generators,
     trying,
@@ -556,9 +557,10 @@ class TrainingState(Divisible):
                     state = {**state, "resume_with": None, "checksum": None}
                 item.load_state_dict(state)
             else:
-                item.load_state_dict(decode_tree(nodes[name], get))
+                item.load_state_dict(retyped(decode_tree(nodes[name], get), item))
+        values = retyped(decode_tree(nodes[_VALUES], get), self.values)
         self.values.clear()
-        self.values.update(decode_tree(nodes[_VALUES], get))
+        self.values.update(values)
         # Last, because loading the objects may draw random numbers.
         generators = decode_tree(nodes[_GENERATORS], get)
         if is_new:
