@@ -177,6 +177,22 @@ def test_what_changes_outside_of_the_state_is_named(
     assert likely_cause([], message) == message, "a check of the resume quotes it"
 
 
+def test_an_optimizer_that_begins_to_step_later_is_named_at_the_next_save(
+    attach: Attach, daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Reinforcement learning collects episodes first; a target network keeps an optimizer that is idle."""
+    run = another_optimizer()
+    second, calls = run.after_step, itertools.count()
+    run.after_step = lambda: second() if next(calls) >= STEPS - 2 else None
+    run.state["target"] = target = nn.Linear(2, 1)
+    target.optimizer = torch.optim.Adam(target.parameters())
+    run.saves_at = STEPS - 1
+    run.train(attach)
+    (message,) = caplog.messages
+    assert message.startswith("an optimizer outside of the state steps (SGD)")
+    assert daemon.sealed()
+
+
 def evaluating() -> Run:
     """Looks at other data, with a frozen model, after each step."""
     run = Run()

@@ -404,6 +404,7 @@ class TrainingState(Divisible):
         Raises:
             TypeError: a value cannot be written; names it.
         """
+        self._outside.saved()
         return self._copied(*self._gather())
 
     def _copied(

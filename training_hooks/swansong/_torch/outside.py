@@ -55,13 +55,16 @@ class OutsideWatch:
 
     A batch that a loader yields, a tensor that changes in a module and a step of an optimizer belong to the
     training, wherever the script keeps the object.  An object that changes at some steps only, such as an
-    average that is updated after an epoch, is not seen.
+    average that is updated after an epoch, is not seen.  The steps of optimizers are compared at each save,
+    too: in reinforcement learning they begin after some episodes.
     """
 
     def __init__(self) -> None:
         self._counts: list[tuple[weakref.ref[Any], Any]] = []
         self._tensors: list[tuple[weakref.ref[Any], str, int, Any]] = []
         self._schedulers: list[str] = []
+        self._idle: list[tuple[weakref.ref[Any], Any]] = []
+        """Objects that had not changed when :meth:`end` was called."""
 
     def begin(
         self, objects: Mapping[str, Any], found: Iterable[Any], copied: Collection[int]
@@ -82,7 +85,15 @@ class OutsideWatch:
         with _harmless():
             for text in self._changes():
                 log.warning("%s", text)
+        self._idle = [each for each in self._counts if not _has_moved(*each)]
         self._clear()
+
+    def saved(self) -> None:
+        """Warn at a save, once, about optimizers that have begun to step since :meth:`end`."""
+        moved = [each() for each, count in self._idle if _has_moved(each, count)]
+        if text := _unsaved_optimizers(moved):
+            self._idle = []
+            log.warning("%s", text)
 
     def _clear(self) -> None:
         for noted in (self._counts, self._tensors, self._schedulers):
@@ -114,23 +125,14 @@ class OutsideWatch:
                 self._counts.append((weakref.ref(each), _count(each)))
 
     def _changes(self) -> Iterator[str]:
-        moved = [
-            each
-            for ref, count in self._counts
-            if (each := ref()) is not None and _count(each) != count
-        ]
+        moved = [each() for each, count in self._counts if _has_moved(each, count)]
         if any(isinstance(each, _BaseDataLoaderIter) for each in moved):
             yield (
                 "a DataLoader without a position yields batches between the steps: a resumed run begins its"
                 " epoch again; wrap it in a ResumableLoader, and pass that to TrainingState"
             )
-        if names := sorted(
-            {_kind(each) for each in moved if isinstance(each, torch.optim.Optimizer)}
-        ):
-            yield (
-                f"an optimizer outside of the state steps ({', '.join(names)}): its memory of earlier steps"
-                " is not saved; pass it to TrainingState under a name"
-            )
+        if text := _unsaved_optimizers(moved):
+            yield text
         if self._schedulers:
             yield (
                 f"a scheduler of an optimizer of the state is not in the state ({self._schedulers[0]}): a"
@@ -154,6 +156,21 @@ class OutsideWatch:
             tensor = None if module is None else dict(_tensors_of(module)).get(name)
             if id(tensor) == identity and _content(tensor) != content:
                 yield f"{_kind(module)}.{name}"
+
+
+def _has_moved(ref: weakref.ref[Any], count: Any) -> bool:
+    item = ref()
+    return item is not None and _count(item) != count
+
+
+def _unsaved_optimizers(moved: list[Any]) -> str:
+    names = sorted({_kind(each) for each in moved if isinstance(each, torch.optim.Optimizer)})
+    if not names:
+        return ""
+    return (
+        f"an optimizer outside of the state steps ({', '.join(names)}): its memory of earlier steps"
+        " is not saved; pass it to TrainingState under a name"
+    )
 
 
 @contextlib.contextmanager

@@ -83,8 +83,11 @@ def check_relations(objects: Mapping[str, Any]) -> None:
             )
     trained = {id(param) for optimizer in optimizers.values() for param in params_of(optimizer)}
     for name, item in objects.items():
+        # A module may keep an optimizer, as a target network does, that never steps.
+        if isinstance(item, torch.optim.Optimizer | torch.nn.Module):
+            continue
         of = unwrap(getattr(item, "optimizer", None))
-        if isinstance(of, torch.optim.Optimizer) and not isinstance(item, torch.optim.Optimizer):
+        if isinstance(of, torch.optim.Optimizer):
             own = {id(param) for param in params_of(of)}
             if own and not own & trained:
                 raise ValueError(
