@@ -174,6 +174,8 @@ def test_a_scheduler_that_is_a_step_behind_is_named(tmp_path: Path) -> None:
     assert "scheduler: 'last_epoch' is 1 instead of 0" in text
     assert "'param_groups.0.lr' is 0.01" in text
     assert "the scheduler has stepped" in likely_cause(found, "")
+    counted = Difference("value", "scheduler: '_step_count' is 5 instead of 4")
+    assert "the scheduler has stepped" in likely_cause([counted], "")
 
 
 def test_arrays_and_values_of_a_plain_state(tmp_path: Path) -> None:

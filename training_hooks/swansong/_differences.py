@@ -28,6 +28,7 @@ _CODES = {
     "i2": "h", "i1": "b", "u8": "Q", "u4": "I", "u2": "H", "u1": "B", "b1": "B", "c8": "f", "c16": "d",
 }  # fmt: skip
 """Codes of ``struct`` by the types' names in safetensors files and in ``.npy`` files."""
+_STEPS = re.compile("'(last_epoch|_step_count)' is ")
 _NAMED = re.compile(
     "without a position|outside of the state|is not in the state|are not in the state|they are not saved"
     "|has other contents"
@@ -137,9 +138,10 @@ def likely_cause(differences: list[Difference], written: str) -> str:
     if kind == "generator":
         return (
             "a generator is at another position: the resumed run draws more or fewer random numbers; put an"
-            " evaluation that draws some into a block of guard.evaluation()"
+            " evaluation that draws some into a block of guard.evaluation(), and pass objects that decide"
+            " about draws, such as a replay buffer or an environment, to TrainingState"
         )
-    if kind == "value" and any("last_epoch' is" in each.text for each in differences):
+    if kind == "value" and any(_STEPS.search(each.text) for each in differences):
         return (
             "the scheduler has stepped more or fewer times: step it before guard.step(), which comes last in"
             " the loop body, or at the start of an epoch only if loader.batches is 0"

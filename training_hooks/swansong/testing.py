@@ -159,7 +159,8 @@ def _compare(
         raise _mismatch(
             resumed,
             f"the resumed run ends at step {step_of(got)}, and the uninterrupted one at step {last}:"
-            " count the steps from guard.restore()",
+            " count the steps from guard.restore(), and save all that ends the run, such as the patience of"
+            " an early stop",
         )
     found, report.files = find_differences(wanted, got, ignoring)
     if not found and loss is None:
