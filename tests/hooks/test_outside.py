@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,21 +84,23 @@ class Run:
         self.state = state
         self.batches: Any = None
         self.after_step: Callable[[], object] = lambda: None
-        self.saves_at = 0
+        self.after_save: Callable[[], object] = lambda: None
+        self.saves_at: Collection[int] = ()
 
-    def train(self, attach: Attach) -> None:
+    def train(self, attach: Attach, steps: int = STEPS) -> None:
         parts = {"loader": self.loader, **self.state}
         guard = attach(TrainingState(self.model, self.optimizer, **parts))
         first = guard.restore() + 1
         batches = cycle(self.loader) if self.batches is None else self.batches
-        for step, (batch,) in zip(range(first, first + STEPS), batches, strict=False):
+        for step, (batch,) in zip(range(first, first + steps), batches, strict=False):
             self.model(batch).sum().backward()
             self.optimizer.step()
             self.after_step()
             guard.step(step)
-            if step == self.saves_at:
-                until(lambda: guard.save(self.saves_at), what="the welcome")
+            if step in self.saves_at:
+                until(functools.partial(guard.save, step), what="the welcome")
                 assert guard.wait_saved()
+                self.after_save()
 
 
 def another_loader() -> Run:
@@ -177,19 +180,44 @@ def test_what_changes_outside_of_the_state_is_named(
     assert likely_cause([], message) == message, "a check of the resume quotes it"
 
 
-def test_an_optimizer_that_begins_to_step_later_is_named_at_the_next_save(
-    attach: Attach, daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Reinforcement learning collects episodes first; a target network keeps an optimizer that is idle."""
+def replaced() -> Run:
+    """Continues with another optimizer; evaluations have one of their own for each time."""
+    run = Run()
+    run.after_step = lambda: torch.optim.Adam(nn.Linear(1, 1).parameters()).step()
+    calls = itertools.count()
+
+    def at_save() -> None:
+        if next(calls) == 0:
+            run.optimizer = torch.optim.ASGD(run.model.parameters())
+
+    run.after_save = at_save
+    return run
+
+
+def started_later() -> Run:
+    """Collects episodes first; a target network keeps an optimizer that is idle."""
     run = another_optimizer()
-    second, calls = run.after_step, itertools.count()
-    run.after_step = lambda: second() if next(calls) >= STEPS - 2 else None
     run.state["target"] = target = nn.Linear(2, 1)
     target.optimizer = torch.optim.Adam(target.parameters())
-    run.saves_at = STEPS - 1
-    run.train(attach)
+    second, run.after_step = run.after_step, lambda: None
+    run.after_save = lambda: setattr(run, "after_step", second)
+    return run
+
+
+@pytest.mark.parametrize(("make", "kind"), [(replaced, "ASGD"), (started_later, "SGD")])
+def test_an_optimizer_that_begins_to_step_later_is_named_at_a_save(
+    attach: Attach,
+    daemon: FakeDaemon,
+    caplog: pytest.LogCaptureFixture,
+    make: Callable[[], Run],
+    kind: str,
+) -> None:
+    """Once, whatever number of saves follows."""
+    run = make()
+    run.saves_at = range(STEPS - 2, 99)
+    run.train(attach, 2 * STEPS)
     (message,) = caplog.messages
-    assert message.startswith("an optimizer outside of the state steps (SGD)")
+    assert message.startswith(f"an optimizer outside of the state steps ({kind})")
     assert daemon.sealed()
 
 
@@ -275,7 +303,7 @@ def test_what_a_resume_repeats_or_loads_is_not_named(
     The resumed iterator starts after the batches that were yielded, and belongs to the loader of the state.
     """
     run = make()
-    run.saves_at = STEPS - 1
+    run.saves_at = [STEPS - 1]
     run.train(attach)
     assert caplog.messages == []
     (checkpoint,) = daemon.sealed()

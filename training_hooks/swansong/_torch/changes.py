@@ -36,6 +36,11 @@ def steps_of(optimizer: torch.optim.Optimizer) -> int:
     return _steps.get(optimizer, 0)
 
 
+def stepped_optimizers() -> list[torch.optim.Optimizer]:
+    """Return all optimizers that :func:`steps_of` counts."""
+    return list(_steps)
+
+
 def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _steps[optimizer] = _steps.get(optimizer, 0) + 1
 

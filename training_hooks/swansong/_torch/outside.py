@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter
 
 from swansong._log import log
-from swansong._torch.changes import count_of, version
+from swansong._torch.changes import count_of, stepped_optimizers, version
 from swansong._torch.loader import Rest, ResumableLoader, find_data_loader
 from swansong._torch.modules import unwrap
 from swansong._torch.sharding import is_sharded
@@ -56,7 +56,7 @@ class OutsideWatch:
     A batch that a loader yields, a tensor that changes in a module and a step of an optimizer belong to the
     training, wherever the script keeps the object.  An object that changes at some steps only, such as an
     average that is updated after an epoch, is not seen.  The steps of optimizers are compared at each save,
-    too: in reinforcement learning they begin after some episodes.
+    too: some begin after some episodes, or replace another one.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,9 @@ class OutsideWatch:
         self._tensors: list[tuple[weakref.ref[Any], str, int, Any]] = []
         self._schedulers: list[str] = []
         self._idle: list[tuple[weakref.ref[Any], Any]] = []
-        """Objects that had not changed when :meth:`end` was called."""
+        """Objects that had not changed when :meth:`end` was called, or optimizers at the last save."""
+        self._known: weakref.WeakSet[Any] | None = None
+        """From the first step on, optimizers of the state, and those that a warning has named."""
 
     def begin(
         self, objects: Mapping[str, Any], found: Iterable[Any], copied: Collection[int]
@@ -85,15 +87,19 @@ class OutsideWatch:
         with _harmless():
             for text in self._changes():
                 log.warning("%s", text)
-        self._idle = [each for each in self._counts if not _has_moved(*each)]
+        self._idle = list(self._counts)
         self._clear()
 
     def saved(self) -> None:
-        """Warn at a save, once, about optimizers that have begun to step since :meth:`end`."""
-        moved = [each() for each, count in self._idle if _has_moved(each, count)]
-        if text := _unsaved_optimizers(moved):
-            self._idle = []
-            log.warning("%s", text)
+        """Warn at a save, once, about optimizers that have begun to step since :meth:`end`.
+
+        One that is created later must step on after a save: that of an evaluation does not.
+        """
+        if self._known is not None:
+            if text := self._unsaved_optimizers(self._idle):
+                log.warning("%s", text)
+            others = [each for each in stepped_optimizers() if each not in self._known]
+            self._idle = [(weakref.ref(each), _count(each)) for each in others]
 
     def _clear(self) -> None:
         for noted in (self._counts, self._tensors, self._schedulers):
@@ -101,7 +107,9 @@ class OutsideWatch:
 
     def _begin(self, saved: list[Any], found: Iterable[Any], copied: Collection[int]) -> None:
         saved_ids = set(map(id, saved))
-        optimizers = {id(each.state) for each in saved if isinstance(each, torch.optim.Optimizer)}
+        of_state = [each for each in saved if isinstance(each, torch.optim.Optimizer)]
+        self._known = weakref.WeakSet(of_state)
+        optimizers = {id(each.state) for each in of_state}
         loaders = (each.loader if isinstance(each, ResumableLoader) else each for each in saved)
         samplers = {
             id(_sampler(each)) for each in map(find_data_loader, loaders) if each is not None
@@ -125,13 +133,12 @@ class OutsideWatch:
                 self._counts.append((weakref.ref(each), _count(each)))
 
     def _changes(self) -> Iterator[str]:
-        moved = [each() for each, count in self._counts if _has_moved(each, count)]
-        if any(isinstance(each, _BaseDataLoaderIter) for each in moved):
+        if any(isinstance(each, _BaseDataLoaderIter) for each in _moved(self._counts)):
             yield (
                 "a DataLoader without a position yields batches between the steps: a resumed run begins its"
                 " epoch again; wrap it in a ResumableLoader, and pass that to TrainingState"
             )
-        if text := _unsaved_optimizers(moved):
+        if text := self._unsaved_optimizers(self._counts):
             yield text
         if self._schedulers:
             yield (
@@ -143,6 +150,20 @@ class OutsideWatch:
                 f"{len(tensors)} tensors of modules change, and are not in the state, such as"
                 f" {tensors[0]}: pass the module to TrainingState under a name, or make the buffer persistent"
             )
+
+    def _unsaved_optimizers(self, noted: Iterable[tuple[weakref.ref[Any], Any]]) -> str:
+        """Return a warning about the optimizers that have stepped, but once for each of them."""
+        known = self._known or ()
+        optimizers = [each for each in _moved(noted) if isinstance(each, torch.optim.Optimizer)]
+        found = [each for each in optimizers if each not in known]
+        if not found:
+            return ""
+        if self._known is not None:
+            self._known.update(found)
+        return (
+            f"an optimizer outside of the state steps ({', '.join(sorted(set(map(_kind, found))))}): its"
+            " memory of earlier steps is not saved; pass it to TrainingState under a name"
+        )
 
     def _note_tensors(self, module: torch.nn.Module, memory: Collection[int]) -> None:
         ref = weakref.ref(module)
@@ -158,19 +179,9 @@ class OutsideWatch:
                 yield f"{_kind(module)}.{name}"
 
 
-def _has_moved(ref: weakref.ref[Any], count: Any) -> bool:
-    item = ref()
-    return item is not None and _count(item) != count
-
-
-def _unsaved_optimizers(moved: list[Any]) -> str:
-    names = sorted({_kind(each) for each in moved if isinstance(each, torch.optim.Optimizer)})
-    if not names:
-        return ""
-    return (
-        f"an optimizer outside of the state steps ({', '.join(names)}): its memory of earlier steps"
-        " is not saved; pass it to TrainingState under a name"
-    )
+def _moved(noted: Iterable[tuple[weakref.ref[Any], Any]]) -> list[Any]:
+    """Return the objects whose counts have changed."""
+    return [each for ref, count in noted if (each := ref()) is not None and _count(each) != count]
 
 
 @contextlib.contextmanager
