@@ -355,7 +355,7 @@ class ResumableLoader:
             self._restored_checksum = restored["checksum"]
             log.warning(
                 "resumed after the last batch of epoch %s: the loop yields no batch, and the end of the"
-                " epoch is repeated",
+                " epoch is repeated; an average of the epoch needs its sum and count in state.values",
                 self._epoch,
             )
             self._resume_with(unpack(restored["resume_with"]))
