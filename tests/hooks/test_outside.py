@@ -204,19 +204,27 @@ def started_later() -> Run:
     return run
 
 
-@pytest.mark.parametrize(("make", "kind"), [(replaced, "ASGD"), (started_later, "SGD")])
-def test_an_optimizer_that_begins_to_step_later_is_named_at_a_save(
+@pytest.mark.parametrize(
+    ("make", "saves_at"),
+    [
+        (replaced, range(STEPS - 2, 2 * STEPS)),
+        (started_later, range(STEPS - 2, 2 * STEPS)),
+        (another_optimizer, range(2, 3)),
+    ],
+)
+def test_an_optimizer_that_steps_is_named_at_a_save(
     attach: Attach,
     daemon: FakeDaemon,
     caplog: pytest.LogCaptureFixture,
     make: Callable[[], Run],
-    kind: str,
+    saves_at: range,
 ) -> None:
-    """Once, whatever number of saves follows."""
+    """Once, whatever number of saves follows; in the first steps, too."""
     run = make()
-    run.saves_at = range(STEPS - 2, 99)
-    run.train(attach, 2 * STEPS)
+    run.saves_at = saves_at
+    run.train(attach, saves_at[-1])
     (message,) = caplog.messages
+    kind = "ASGD" if make is replaced else "SGD"
     assert message.startswith(f"an optimizer outside of the state steps ({kind})")
     assert daemon.sealed()
 

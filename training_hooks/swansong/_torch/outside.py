@@ -91,12 +91,12 @@ class OutsideWatch:
         self._clear()
 
     def saved(self) -> None:
-        """Warn at a save, once, about optimizers that have begun to step since :meth:`end`.
+        """Warn at a save, once, about optimizers that have stepped since they were noted.
 
         One that is created later must step on after a save: that of an evaluation does not.
         """
         if self._known is not None:
-            if text := self._unsaved_optimizers(self._idle):
+            if text := self._unsaved_optimizers([*self._counts, *self._idle]):
                 log.warning("%s", text)
             others = [each for each in stepped_optimizers() if each not in self._known]
             self._idle = [(weakref.ref(each), _count(each)) for each in others]
