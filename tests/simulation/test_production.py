@@ -83,8 +83,8 @@ def test_no_schedule_of_the_production_code_breaks_a_promise(tmp_path: Path) -> 
     time, and none that it did not show.  Claims grow and stay, no turn of a decision loop blocks, and a
     daemon that is stopped ends in time.  A seed repeats exactly.
     """
-    line = expect("production", WANTED, range(15, 18))
-    expect_again(line, "production", 15, tmp_path)
+    line = expect("production", WANTED, range(36, 39))
+    expect_again(line, "production", 36, tmp_path)
 
 
 @pytest.mark.fault("S25")
