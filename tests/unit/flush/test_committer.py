@@ -635,16 +635,17 @@ def test_a_claim_that_cannot_be_recorded_is_still_valid(rig: CommitterRig) -> No
 
 @pytest.mark.fault("S25")
 def test_a_claim_with_the_last_generation_blocks_claims_until_it_is_deleted(
-    rig: CommitterRig,
+    rig: CommitterRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The log contains one line, and the health names the object; after its deletion the claim succeeds."""
+    monkeypatch.setattr(committers, "_CLAIM_RETRY_S", 0.001)
+    monkeypatch.setattr(committers, "_CLAIM_RETRY_S_MAX", 0.001)
     planted = KEYS.generation(bounds.GENERATION_MAX)
     rig.store.put(planted, b"{}")
     with capture_logs() as logs, rig.committer() as committer:
         committer.claim(ClaimGeneration(START))
         until(rig.is_failing, what="the first failure")
         tries = rig.tries
-        committer.expedite()
         until(lambda: rig.tries > tries + 2, what="another try")
         assert stored(rig, "") == [planted]
         assert planted in rig.reason

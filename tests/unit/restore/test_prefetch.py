@@ -23,7 +23,7 @@ from swansong_bucket.model import CommitRef
 from swansong_bucket.stores.base import ObjectInfo, Sink
 from swansongd.core.events import FenceFound, RunRead
 from swansongd.core.state import Predecessor
-from swansongd.restore import downloads
+from swansongd.restore import downloads, prefetch
 from swansongd.restore.prefetch import NO_ROOM_FOR_ALL, Prefetch
 
 from testkit import committed
@@ -195,9 +195,12 @@ def test_the_prefetch_follows_the_vm_that_still_trains(vm: Vm) -> None:
 
 
 @pytest.mark.fault("OE04")
-def test_the_prefetch_follows_the_job_until_a_start_begins_here(vm: Vm) -> None:
+def test_the_prefetch_follows_the_job_until_a_start_begins_here(
+    vm: Vm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The trainer of this VM waits in the rendezvous of its launcher while other VMs commit.  A start of this
     VM ends the listings."""
+    monkeypatch.setattr(prefetch, "_LOOK_INTERVAL_S", 0.001)  # each look advances the clock
     vm.prefetch.start()
     vm.shows("waiting")
     vm.story.tell(RunRead(None))
