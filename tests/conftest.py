@@ -83,8 +83,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests that share an expensive fixture first: workers only take over each other's last tests."""
-    items.sort(key=lambda item: item.get_closest_marker("expensive_fixture") is None)
+    """Run the longest tests first: started last, one of them would run alone.
+
+    Workers only take over each other's last tests, so a fixture that the first tests share is made once.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("runs_first") is None)
 
 
 def pytest_collection_finish() -> None:

@@ -21,7 +21,7 @@ from testkit import REPOSITORY
 from testkit.other_users import needs_root
 from testkit.wheelhouse import installed_dependencies, write_wheelhouse
 
-pytestmark = pytest.mark.expensive_fixture
+pytestmark = pytest.mark.runs_first
 
 PROVISION = REPOSITORY / "packer" / "provision.sh"
 FIRST = """# the configuration of the first run

@@ -21,7 +21,7 @@ from testkit.rig import BIN
 from testkit.slurm import TOOLS, Slurm
 from testkit.waiting import until
 
-pytestmark = needs_root
+pytestmark = [needs_root, pytest.mark.runs_first]
 PAGE = REPOSITORY / "docs" / "trainers" / "slurm.md"
 (REQUEUE_EXIT,) = re.findall(r"`(RequeueExit=[\d,]+)`", PAGE.read_text())
 WITNESS = {"python train.py": f"{sys.executable} {TRAINERS / 'witness.py'} --stop-after-save"}

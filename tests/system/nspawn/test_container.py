@@ -27,7 +27,7 @@ from testkit.podman import TOOLS, Podman
 from testkit.rig import Lines
 from testkit.wheelhouse import write_wheelhouse
 
-pytestmark = [pytest.mark.timeout(300, func_only=True), pytest.mark.expensive_fixture]
+pytestmark = [pytest.mark.timeout(300, func_only=True), pytest.mark.runs_first]
 
 DAEMON, TRAINER = "my-run-swansongd", "my-run-trainer"
 NOT_IN_THE_BASE = ("boot", "usr/lib/modules", "usr/lib/udev", "usr/share/perl", "var/cache")
