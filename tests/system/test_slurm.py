@@ -100,7 +100,7 @@ class Job:
 @pytest.mark.timeout(300)
 @pytest.mark.fault("OE01", "OE02", "OE07")
 def test_the_job_moves_between_nodes_and_loses_no_step(slurm: Slurm) -> None:
-    """Its coming time limit and a notice save, requeue and resume it elsewhere; scancel saves and ends it.
+    """Its coming time limit and a preemption save, requeue and resume it; scancel saves and ends it.
 
     The third start is on the node of the first one, whose disk has the checkpoint of a generation that the
     other node has overtaken.
@@ -116,7 +116,8 @@ def test_the_job_moves_between_nodes_and_loses_no_step(slurm: Slurm) -> None:
     slurm.start_jobs_on("node2")
     job.start_on("node2")
     assert [int(step) for step in job.found(r'"resumed", "from_step": (\d+)', 2)] == [0, *saved]
-    slurm.notice("node2", in_s=60)
+    urgent = ("--partition=urgent", "--exclusive", "--output=/dev/null")
+    slurm.run("sbatch", *urgent, "--wrap=true")
     until(lambda: job.is_in("PENDING"), what="the requeue", every_s=0.1)
     saved = [int(step) for step in job.found(r"SAFE: generation \d+ step (\d+)", 2)]
 
@@ -168,12 +169,12 @@ def test_doctor_in_the_job_finds_that_slurm_may_not_requeue_it(slurm: Slurm) -> 
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.fault("OE05", "OE06", "OE07")
+@pytest.mark.fault("OE05", "OE06")
 def test_a_job_over_two_nodes_is_one_job(slurm: Slurm) -> None:
-    """A notice on one node, the death of one and a preemption requeue all of it, and it loses no step.
+    """The death of one node and a notice on one requeue all of it, and it loses no step.
 
-    Both nodes resume from the step of the verdict, one of them with an empty disk: SAFE, and PARTIAL without
-    the rank of the dead node.
+    Without the rank of the dead node the verdict is PARTIAL.  Both nodes resume from its step, one of them
+    with an empty disk.
     """
     pytest.importorskip("torch")
     (command,) = re.findall(r"```\n +(torchrun .*?)\n +```", PAGE.read_text(), re.DOTALL)
@@ -202,17 +203,10 @@ def test_a_job_over_two_nodes_is_one_job(slurm: Slurm) -> None:
         return last
 
     trains_from(0, start=1)
-    slurm.notice("node2", in_s=60)
-    step = requeued("SAFE", "SAFE")
-    slurm.power_off("node2")
-    slurm.boot("node2")
-    job.start_on("node[1-2]")
-    trains_from(step, start=2)
     slurm.power_off("node2")
     step = requeued("PARTIAL")
     slurm.boot("node2")
     job.start_on("node[1-2]")
-    trains_from(step, start=3)
-    urgent = ("--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null")
-    slurm.run("sbatch", *urgent, "--wrap=true")
+    trains_from(step, start=2)
+    slurm.notice("node2", in_s=60)
     requeued("SAFE", "SAFE")
