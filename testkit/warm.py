@@ -83,7 +83,11 @@ MODULES = {
         *("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
         *("torch.distributed.launcher.api", "torchdata.stateful_dataloader", "swansong.torch"),
     ),
-    "frameworks": ("accelerate", "lightning", "transformers.trainer"),
+    "frameworks": (
+        *("accelerate", "ignite.engine", "lightning", "transformers.trainer"),
+        # For the workers of pytest-xdist, which would import each of these.
+        *("swansongd.service.main", "swansong_tools.commands.main", "google.cloud.storage"),
+    ),
     "swansongd": (
         *(
             "swansongd.service.main",
