@@ -22,11 +22,11 @@ def _replace(path: str, value: float) -> None:
         if each.__name__.startswith("swansong") and vars(each).get(name) is before:
             setattr(each, name, value)
     for each in vars(home).values():
-        made = each.__init__ if inspect.isclass(each) else each
-        defaults = getattr(made, "__kwdefaults__", None) or {}
-        for parameter in defaults:
-            if defaults[parameter] is before and name.lower().endswith(parameter):
-                defaults[parameter] = value
+        for made in vars(each).values() if inspect.isclass(each) else [each]:
+            defaults = getattr(made, "__kwdefaults__", None) or {}
+            for parameter in defaults:
+                if defaults[parameter] is before and name.lower().endswith(parameter):
+                    defaults[parameter] = value
 
 
 if __name__ == "__main__":
