@@ -108,7 +108,7 @@ def test_the_job_moves_between_nodes_and_loses_no_step(slurm: Slurm) -> None:
     slurm.start_jobs_on("node1")
     job = Job(slurm)
     job.found(r'"step": 10,', 1)
-    slurm.run("scontrol", "update", f"JobId={job.id}", "TimeLimit=3")  # the script has TERM@120
+    slurm.run("scontrol", "update", f"JobId={job.id}", "TimeLimit=2")  # the script has TERM@120
     until(lambda: job.is_in("PENDING"), what="the requeue", every_s=0.1)
     slurm.run("scontrol", "update", f"JobId={job.id}", "TimeLimit=1440")
     saved = [int(step) for step in job.found(r"SAFE: generation \d+ step (\d+)", 1)]
