@@ -226,6 +226,7 @@ def _give_start(transition: Transition) -> None:
     for trainer in unnamed:
         _record_member(transition, trainer)
     if unnamed:
+        _end_requests(transition, start.id)
         connections = sorted(trainer.connection for trainer in unnamed)
         transition.do(Send(StartDrawn(start.id), tuple(connections)))
 

@@ -45,6 +45,32 @@ def test_ranks_agree_on_one_more_than_the_most_advanced() -> None:
     assert {order.step for order in story.all(Target)} == {10}, "the target is decided"
 
 
+def test_a_request_that_is_made_as_a_rank_joins_names_its_start() -> None:
+    """The pause after a failed request is over when rank 1 connects, and rank 0 gives it the start."""
+    story = joined(1, ranks=2)
+    story.notice(60)
+    story.tell(TrainerFailed(1, story.request_id, "a rank hangs"))
+    story.now += 10
+    story.join(2, rank=1, ranks=2, start_id="")
+    assert story.evacuation.requests == 2
+    story.accept(8, connection=1)
+    story.accept(9, connection=2)
+    assert story.sent(Target) == [Send(Target(story.request_id, 10), (1, 2))]
+
+
+@pytest.mark.fault("T17")
+def test_a_request_before_a_rank_knows_its_start_is_for_that_start() -> None:
+    """Rank 1 connects for the first time while the connection of rank 0 is broken."""
+    story = joined(1, ranks=2)
+    story.leave(1, exited=False)
+    story.join(2, rank=1, ranks=2, start_id="")
+    story.notice(60)
+    story.join(3, ranks=2)
+    story.accept(8, connection=2)
+    story.accept(9, connection=3)
+    assert story.sent(Target) == [Send(Target(story.request_id, 10), (2, 3))]
+
+
 @pytest.mark.fault("T04", "T09", "T12")
 @pytest.mark.parametrize("connected", [2, 1])
 def test_a_missing_rank_ends_the_agreement_in_bounded_time(connected: int) -> None:
