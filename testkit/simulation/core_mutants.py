@@ -79,6 +79,11 @@ MUTANTS = (
 )  # fmt: skip
 """Numbered from 0."""
 NOT_FOUND = (
+    # A set of suspect training must wait for its commit at SAFE; the simulator of GPUs finds it.
+    Mutant("proof", "s.id.start != start.id or not is_sound(s.health)", "s.id.start != start.id"),
+    # A start must load an older state after the answer, and seal a set before the answer is committed.
+    Mutant("proof", "or state.has_gone_back:", "or False:"),
+    Mutant("proof", "return local is None or state.ref_of(local.id) == newest", "return True"),
     # Each was found before the world had slow requests, within 64 seeds; now they need more.
     Mutant("proof", "        return False  # before its claim", "        pass  # before its claim"),
     Mutant("proof", "    if doubt:\n", "    if False:\n"),

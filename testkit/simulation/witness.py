@@ -78,6 +78,13 @@ class Witness:
         line = self.lines.get(point.line)
         return (0 if line is None else line.number), point.step
 
+    def continues(self, point: Point | None, earlier: Point) -> bool:
+        """Whether a state was trained from the earlier one."""
+        while point is not None and point.line != earlier.line:
+            line = self.lines.get(point.line)
+            point = None if line is None else line.loaded or line.loads
+        return point is not None and point.step >= earlier.step
+
     def reaches_daemon(self, line_id: str, life: int, now_s: float) -> None:
         """This life of the daemon got a message or a set of this line."""
         line = self.lines.get(line_id)

@@ -345,6 +345,8 @@ class World:
         """Processes that the daemon knew when it learned of a failure of the GPU."""
         self.suspect_sets: set[str] = set()
         """Nonces of the sets that they sealed later."""
+        self._waits: dict[str, Point] = {}
+        """By nonce of each set that waited for its commit at a SAFE: the state that was SAFE."""
         self._joined: set[str] = set()
         self._fenced_by = 0
         """The newest generation of another VM that this life of the daemon has learned of."""
@@ -1656,6 +1658,7 @@ class World:
         if not any((made.step, made.nonce) == (x.id.step, x.id.nonce) for x in self.sealed):
             raise Broken(f"I5: {key} is of no sealed set")
         assert point is not None
+        self._check_follows(made, point)
         entry = made.ref, self.witness.place(point)
         index = bisect.bisect(self._placed, entry)
         self._placed.insert(index, entry)
@@ -1728,12 +1731,35 @@ class World:
         is_overtaken = made is not None and made.nonce == OTHER
         loadable = [] if self._has_lost_record or is_overtaken else self._loadable()
         self.witness.judge_safe(conclusion.evacuation_id, self.life, read, loadable)
+        if read is not None and not is_overtaken:
+            self._note_waiting(read)
         trainer = self.trainer
         evacuation = self.state.evacuation
         assert evacuation is not None
         is_known = trainer is not None and self.life in trainer.line.lives
         if is_known and evacuation.request is None and evacuation.plan.kind.value == "TAKE":
             raise Broken("I7: SAFE, and the trainer was never asked")
+
+    def _check_follows(self, made: Manifest, point: Point) -> None:
+        """S: no set that waited for its commit at a SAFE replaces the state that was SAFE."""
+        safe, read = self._waits.get(made.nonce), restored(self.store)
+        if safe is None or read is None or read.nonce != made.nonce:
+            return
+        if made.nonce in self.suspect_sets or not self.witness.continues(point, safe):
+            raise Broken(f"S: SAFE at {safe}, and {point} waited for its commit, and replaces it")
+
+    def _note_waiting(self, safe: Point) -> None:
+        """Note the sets that may follow this SAFE.
+
+        The daemon cannot know the state of a later start that has not reported what it has loaded.
+        """
+        for staged in (*self.staging, *self.adopted):
+            point = self.witness.sets[staged.id.nonce]
+            start = self.state.start_of(point.line)
+            is_reported = start is not None and start.parent.is_known
+            is_later = self.witness.place(point)[0] > self.witness.place(safe)[0]
+            if staged.id.nonce not in self._first_refs and (is_reported or not is_later):
+                self._waits[staged.id.nonce] = safe
 
     def _check_not_safe(self) -> None:
         """S: an open evacuation is SAFE once the daemon knows that the newest commit is of the position."""

@@ -161,8 +161,11 @@ def _is_repeat_due(transition: Transition) -> bool:
 
 
 def _is_to_another_start(state: State, request: CheckpointRequest | None) -> bool:
-    """The training was started again after a request that failed; without hooks, its process is known."""
-    if request is None or not request.failure or request.is_unsent:
+    """The training was started again after a request that failed, or from a state before the answer.
+
+    Without hooks, its process is known.
+    """
+    if request is None or request.is_unsent or not (request.failure or state.has_gone_back):
         return False
     can_answer = state.connected or (request.by_signal and state.starts.process)
     return bool(can_answer) and request.start_id != state.asked_start

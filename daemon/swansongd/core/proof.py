@@ -8,9 +8,9 @@ the position unknown, and an unknown position is never SAFE.
 
 from __future__ import annotations
 
-from swansong_bucket.model import CommitRef, Position, Start, Verdict, first_start
+from swansong_bucket.model import CommitRef, Position, Start, Verdict, first_start, is_sound
 
-from swansongd.core import gpus
+from swansongd.core import gpus, resume
 from swansongd.core.request_ids import are_of_one
 from swansongd.core.state import CheckpointRequest, State
 
@@ -55,7 +55,7 @@ def _proved_at(state: State, position: Position | str | None) -> tuple[Verdict, 
         return below, doubt
     later = _later_of_other(state, newest, position)
     if later:
-        return below, f"{later}, and has another state; {stands}"
+        return below, f"{later}; {stands}"
     was = "had completed no step" if position.step < 0 else f"was at step {position.step}"
     return Verdict.SAFE, f"training {was}, and {newest} is committed"
 
@@ -94,7 +94,8 @@ def _reaches(state: State, newest: CommitRef, position: Position) -> bool:
     if newest.generation == start.generation:
         return newest.step >= position.step
     if position.step < 0 and start.is_restoring:
-        return True  # it loads the newest set
+        local = resume.newest_local(state, newest)
+        return local is None or state.ref_of(local.id) == newest
     loaded = (start.parent.start_id, start.parent.step)
     is_loaded = bool(start.parent.start_id) and loaded == (state.owner_of(newest), newest.step)
     return is_loaded and position.step <= newest.step
@@ -103,9 +104,9 @@ def _reaches(state: State, newest: CommitRef, position: Position) -> bool:
 def _later_of_other(state: State, newest: CommitRef, position: Position) -> str:
     """Why another state may be, or become, a later commit than the newest one; empty if none may.
 
-    The next VM would resume from it: from a manifest whose reply was lost, or from a set that the start has
-    not loaded, in staging or still to be sealed by a process of another start.  A later set of the same start
-    is no other state, unless a GPU has failed.
+    The next VM would resume from it: from a manifest whose reply was lost, or from a set in staging or still
+    to be sealed by a process of another start.  A later set of the same start is no other state, unless a GPU
+    has failed.
     """
     start, ordered = state.start_of(position.start_id), state.commits.ordered
     assert start is not None
@@ -113,17 +114,18 @@ def _later_of_other(state: State, newest: CommitRef, position: Position) -> str:
     is_other = ordered is not None and (is_suspect or ordered.generation != start.generation)
     if ordered is not None and ordered > newest and is_other:
         return f"the manifest of {ordered} may exist"
-    if newest.generation == start.generation:
+    if newest.generation == start.generation and not is_suspect:
         return ""
     running = {trainer.start_id for trainer in state.ranks.trainers}
     if any(each.is_open and each.id in running for each in state.starts.known if each is not start):
         return "a process of another start runs, which may seal a checkpoint"
     if not state.is_scanned:
         return "a set that was sealed since the last scan may be committed"
-    sets = {s.id for s in state.uncommitted} | {s.staged.id for s in state.commits.stored}
-    refs = [state.ref_of(id_) for id_ in sets if id_.start != start.id]
+    sets = (*state.uncommitted, *(stored.staged for stored in state.commits.stored))
+    others = (s.id for s in sets if s.id.start != start.id or not is_sound(s.health))
+    refs = [state.ref_of(id_) for id_ in others]
     is_later = any(ref is None or ref > newest for ref in refs)
-    return "a set of another start is not committed yet" if is_later else ""
+    return "a set of another state is not committed yet" if is_later else ""
 
 
 def _distance(state: State, newest: CommitRef, position: Position) -> str:
@@ -134,6 +136,8 @@ def _distance(state: State, newest: CommitRef, position: Position) -> str:
     if start.generation is None:
         return "this VM has not taken the run over yet, so another one may commit"
     parent = start.parent
+    if step < 0 and start.is_restoring:
+        return "this start loads a set in staging, which is not committed"
     if not parent.is_known:
         return (
             f"this start has committed nothing up to step {step}, and has not said what it loaded"
@@ -158,7 +162,9 @@ def position_of(state: State) -> Position | str | None:
         return None
     else:
         position = _position_in(state, start, request)
-    if isinstance(position, str) and request is not None and request.sealed is not None:
+    if not isinstance(position, str) or state.has_gone_back:
+        return position
+    if request is not None and request.sealed is not None:
         asked = state.start_of(request.sealed.start)  # the training was started again since
         if asked is not None and (request.by_signal or asked.id == request.start_id):
             return _position_in(state, asked, request)

@@ -683,6 +683,18 @@ class State:
         return tuple(request for request in made if request is not None)
 
     @property
+    def has_gone_back(self) -> bool:
+        """Whether training runs that has loaded an older state than the set that has answered the request."""
+        request = None if self.evacuation is None else self.evacuation.request
+        start = self.start
+        if request is None or request.sealed is None or start is None:
+            return False
+        loaded, sealed = start.parent, request.sealed
+        is_newer = loaded.start_id == sealed.start and loaded.step >= sealed.step
+        runs = any(trainer.start_id == start.id for trainer in self.ranks.trainers)
+        return runs and start.id != sealed.start and loaded.is_known and not is_newer
+
+    @property
     def answers(self) -> tuple[CheckpointId, ...]:
         """The sets that answer these requests."""
         return tuple(made.answer for made in self.requests_made if made.answer is not None)

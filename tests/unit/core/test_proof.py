@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from swansong_bucket.model import CommitRef, GpuHealth, Parent
+from swansong_bucket.model import CommitRef, GpuHealth, Parent, Start
 from swansongd.core.events import (
     CommitDone,
     CommitFailed,
@@ -153,6 +153,18 @@ def restoring(*, is_sealed: bool = False, fails: bool = False) -> Story:
     story.notice(60)
     story.accept(-1, 2)
     story.tell(TrainerFailed(2, story.request_id, "restoring"))
+    return story
+
+
+def restoring_a_set_of_another_boot() -> Story:
+    """Another VM has claimed since, so the set is not committed; the start loads it all the same."""
+    late = a_set(455, "late", start_id="earlier")
+    boot_before = Start(id="earlier", generation=1, is_of_boot=False, is_open=False)
+    story = Story(newest=NEWEST, generation=3, staged=[late], recorded=[boot_before])
+    story.join()
+    story.tell(RestoreAsked("a"))
+    story.notice(60)
+    story.accept(-1)
     return story
 
 
@@ -372,6 +384,23 @@ def begins_again_after_its_answer() -> Story:
     return story
 
 
+def goes_back_after_its_answer(*, answers: bool = False) -> Story:
+    """The next start loads an older state, and has sealed a set when the answer is committed."""
+    story = committed(460)
+    story.notice(60)
+    story.accept(460)
+    story.answer(461)
+    story.leave(is_goodbye=True)
+    story.join(2, pid=200, start_id="b")
+    story.starts(448, 2, start_id="b", parent=Parent("a", 448))
+    story.seal(450, "older", start_id="b", written_ns=9)
+    story.flushed()
+    story.committed()
+    if answers:
+        story.serve(450, "newer", connection=2)
+    return story
+
+
 def answered_before_a_restart(*, reconnects: bool) -> Story:
     """The set is sealed; then the daemon is killed, and perhaps the trainer as well."""
     story = committed(460)
@@ -410,6 +439,20 @@ def gpu_failed() -> Story:
     story.seal(461, "late")
     story.leave(is_goodbye=True)
     story.store_all()
+    return story
+
+
+def seals_after_its_gpu_failed() -> Story:
+    """A sound set of the position is committed, and a later one of the same start waits."""
+    story = committed()
+    story.read_gpus(GpuHealth.OK)
+    story.seal(460, "sound")
+    story.notice(60)
+    story.accept(460)
+    story.read_gpus(GpuHealth.LOST)
+    story.seal(462, "suspect")
+    story.flushed()
+    story.committed()
     return story
 
 
@@ -477,6 +520,7 @@ CASES: list[Case] = [
     ("restoring", restoring, "SAFE", "completed no step"),
     ("restore failed", lambda: restoring(fails=True), "PARTIAL", "of rank 0 is unknown"),
     ("restoring a set", lambda: restoring(is_sealed=True), "PARTIAL", "448"),
+    ("restoring a set of another boot", restoring_a_set_of_another_boot, "PARTIAL", "in staging"),
     ("restoring an unseen set", sealed_unseen, "PARTIAL", "448"),
     ("unseen set of an unknown process", sealed_by_an_unknown_process, "PARTIAL", "448"),
     ("loaded after the request", loaded_after_the_request, "SAFE", ""),
@@ -502,10 +546,13 @@ CASES: list[Case] = [
     ("process not asked", lambda: process(is_asked=False), "PARTIAL", "was not asked"),
     ("process begins again", lambda: process(begins_again=True), "SAFE", "at step 461"),
     ("start after the answer", begins_again_after_its_answer, "SAFE", "at step 461"),
+    ("older load after the answer", goes_back_after_its_answer, "PARTIAL", "of rank 0 is unknown"),
+    ("answers again", lambda: goes_back_after_its_answer(answers=True), "SAFE", "at step 451"),
     ("reconnects", lambda: answered_before_a_restart(reconnects=True), "SAFE", "at step 461"),
     ("gone", lambda: answered_before_a_restart(reconnects=False), "PARTIAL", "has not reconnected"),
     ("rank 0 last", the_lowest_rank_came_last, "SAFE", "at step 448"),
     ("GPU", gpu_failed, "PARTIAL", "GPU"),
+    ("GPU and a later set", seals_after_its_gpu_failed, "PARTIAL", "step 460 stands"),
     ("GPU and a lost reply", suspect_manifest_without_an_answer, "SAFE", "step 461 is committed"),
     ("fenced", fenced, "PARTIAL", "on other VMs as generation 9"),
     ("no training", lambda: nothing_trained(has_commit=True), "NO_TRAINING", "step 448 stands"),
