@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from swansong_bucket.model import CheckpointId, Staged
 
-from swansongd.core import events, learning, planner, staged_sets
+from swansongd.core import events, learning, planner, ranks, staged_sets
 from swansongd.core.planner import Candidate
 from swansongd.core.state import Flight, FlushState, State
 from swansongd.core.transition import Transition
@@ -122,6 +122,7 @@ def record_failed(transition: Transition, event: events.FlushFailed) -> None:
     )
     if event.void and flight.is_sealed:  # sealing itself may have changed a growing set
         staged_sets.give_up(transition, {flight.staged.id})
+        ranks.record_changed(transition)  # another set may take its place
     else:
         back_off(transition)
 

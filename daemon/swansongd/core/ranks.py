@@ -27,7 +27,7 @@ def record_joined(transition: Transition, trainer: TrainerView) -> None:
     if known is not None:
         trainer = replace(trainer, start_step=known.start_step)
     _put(transition, (*others, trainer))
-    _record_changed(transition)
+    record_changed(transition)
     newest = state.commits.last_complete
     if newest is not None:  # perhaps committed while the rank was not connected
         tell_committed(transition, newest, (trainer.connection,))
@@ -61,11 +61,11 @@ def record_left(transition: Transition, event: TrainerLeft) -> None:
         left.append(replace(gone, is_connected=False))
     _put(transition, left)
     if event.exited:
-        _record_changed(transition)
+        record_changed(transition)
 
 
-def _record_changed(transition: Transition) -> None:
-    """The proof of an evacuation needs all sets that were sealed before this change."""
+def record_changed(transition: Transition) -> None:
+    """The proof of an evacuation needs all sets that were sealed before this change of ranks or staging."""
     if transition.state.evacuation is not None:
         changed = replace(transition.state.ranks, changed_mono_s=transition.now)
         transition.state = replace(transition.state, ranks=changed)

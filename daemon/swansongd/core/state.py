@@ -284,8 +284,8 @@ class RankState:
 
     trainers: tuple[TrainerView, ...] = ()
     changed_mono_s: float = -math.inf
-    """When a rank connected, or its process ended, last in an evacuation: only a later scan has all sets that
-    were sealed before."""
+    """When a rank connected, its process ended, or a set proved unusable, last in an evacuation: only a later
+    scan has all sets that were sealed before."""
 
     def on(self, connection: int) -> TrainerView | None:
         """The rank with this connection, if it is known."""

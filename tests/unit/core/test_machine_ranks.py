@@ -12,6 +12,7 @@ from swansongd.core.arrival import RECONNECT_S
 from swansongd.core.emergency import REPEAT_S_MAX, REQUESTS_MAX, SIGNAL_AGAIN_S
 from swansongd.core.events import (
     Conclude,
+    FlushFailed,
     Log,
     RequestAsked,
     Rescan,
@@ -325,6 +326,27 @@ def test_after_a_refused_signal_the_sealed_sets_are_committed() -> None:
     assert story.verdicts == ["PARTIAL generation 2 step 5"]
     assert "no handler" in story.last(Conclude).reason
     assert len(story.all(SignalTrainer)) == 1
+
+
+@pytest.mark.fault("D09")
+def test_a_verdict_waits_for_the_set_that_replaces_its_answer() -> None:
+    """A process without hooks writes the same step again while its answer is sent."""
+    story = Story(signals_trainer=True)
+    story.process()
+    story.commit(4, framework="hf")
+    story.notice(60)
+    story.tell(SignalSent(story.last(SignalTrainer).request_id, 900))
+    story.now += 2
+    answer = story.seal(5, "emg", framework="hf", written_ns=2)
+    story.staging.remove(answer)
+    story.now += 1
+    failed = FlushFailed(story.flight.flush_id, "a file has changed", void=True)
+    assert Rescan() in story.tell(failed)
+    story.tell(Scanned(story.now, tuple(story.staging), pending=("checkpoint-5",)))
+    story.wait(1)
+    assert not story.verdicts
+    story.commit(5, "again", framework="hf", written_ns=3)
+    assert story.verdicts == ["SAFE generation 2 step 5"]
 
 
 def test_a_signalled_process_that_ends_may_have_saved() -> None:
