@@ -1772,8 +1772,8 @@ class World:
         ):
             return  # a failure of a GPU is a doubt
         commits = self.state.commits
-        if evacuation.verdict is Verdict.SAFE or self._fenced_by:
-            return
+        if evacuation.verdict is Verdict.SAFE or self._fenced_by or self.state.generation is None:
+            return  # another VM may commit before the claim, or has taken the run over
         if commits.stored or commits.ordered is not None:
             return  # a manifest that was ordered may be of later training
         request_id = "" if evacuation.request is None else evacuation.request.request_id
