@@ -1731,7 +1731,7 @@ class World:
         is_overtaken = made is not None and made.nonce == OTHER
         loadable = [] if self._has_lost_record or is_overtaken else self._loadable()
         self.witness.judge_safe(conclusion.evacuation_id, self.life, read, loadable)
-        if read is not None and not is_overtaken:
+        if read is not None and not (is_overtaken or self._has_lost_record):
             self._note_waiting(read)
         trainer = self.trainer
         evacuation = self.state.evacuation
