@@ -157,7 +157,8 @@ class Witness:
         if all(why):
             raise Broken(f"S: SAFE at {read}, and {why[0]}")
         process_id = lines[why.index("")].id.partition("~")[0]
-        self.safe.setdefault(evacuation_id, (read, process_id))
+        if first is None or first[1] != process_id:
+            self.safe[evacuation_id] = (read, process_id)
 
     def _between(self, asked: Line | None, read: Point | None, now: Line | None) -> Line | None:
         """The line of the restored state, if it took the place of the one asked and is over by now."""
