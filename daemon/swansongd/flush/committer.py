@@ -512,7 +512,7 @@ class Committer:
     def _farewell(self, generation: int, data: bytes) -> None:
         stamp = self._wall().replace(":", "").replace("-", "")
         # With a nonce: a verdict can improve within the same second.
-        key = self._keys.farewell(generation, f"{stamp}-{secrets.token_hex(2)}")
+        key = self._keys.farewell(generation, f"{stamp}-{secrets.token_hex(4)}")
         try:
             self._store.put(key, data, if_absent=True)
         except StoreError as error:
