@@ -15,18 +15,22 @@ from swansongd.core.transition import Transition
 
 SMOOTHING = 0.2
 """Weight of the newest report in the usual step time."""
+LEFT_BEHIND_MAX = 64
+"""Processes of earlier jobs that are remembered."""
 
 
 def record_joined(transition: Transition, trainer: TrainerView) -> None:
     """A rank connected, for the first time or again."""
     state = transition.state
-    others = tuple(
-        t for t in state.ranks.trainers if t.pid != trainer.pid and not _is_of_other_job(t, trainer)
-    )
+    others = [t for t in state.ranks.trainers if t.pid != trainer.pid]
+    earlier = [t for t in others if _is_of_other_job(t, trainer)]
+    left_behind = [t for t in state.ranks.left_behind if t.pid != trainer.pid]
+    left_behind = [*left_behind, *earlier][-LEFT_BEHIND_MAX:]
+    others = [t for t in others if t not in earlier]
     known = next((t for t in state.ranks.trainers if t.process == trainer.process), None)
     if known is not None:
         trainer = replace(trainer, start_step=known.start_step)
-    _put(transition, (*others, trainer))
+    _put(transition, (*others, trainer), left_behind)
     record_changed(transition)
     newest = state.commits.last_complete
     if newest is not None:  # perhaps committed while the rank was not connected
@@ -54,13 +58,13 @@ def record_left(transition: Transition, event: TrainerLeft) -> None:
     """The connection of a rank ended, perhaps with its process."""
     ranks = transition.state.ranks
     gone = ranks.on(event.connection)
-    if gone is None:
-        return
-    left = [trainer for trainer in ranks.trainers if trainer is not gone]
-    if not event.exited:
-        left.append(replace(gone, is_connected=False))
-    _put(transition, left)
-    if event.exited:
+    trainers = [t for t in ranks.trainers if t is not gone]
+    if gone is not None and not event.exited:
+        trainers.append(replace(gone, is_connected=False))
+    left_behind = [t for t in ranks.left_behind if t.connection != event.connection]
+    is_known = gone is not None or len(left_behind) < len(ranks.left_behind)
+    _put(transition, trainers, left_behind)
+    if event.exited and is_known:
         record_changed(transition)
 
 
@@ -157,6 +161,12 @@ def update(transition: Transition, trainer: TrainerView) -> None:
     _put(transition, (trainer if t.connection == trainer.connection else t for t in known))
 
 
-def _put(transition: Transition, trainers: Iterable[TrainerView]) -> None:
+def _put(
+    transition: Transition,
+    trainers: Iterable[TrainerView],
+    left_behind: Iterable[TrainerView] | None = None,
+) -> None:
     ranks = replace(transition.state.ranks, trainers=tuple(trainers))
+    if left_behind is not None:
+        ranks = replace(ranks, left_behind=tuple(left_behind))
     transition.state = replace(transition.state, ranks=ranks)

@@ -283,6 +283,8 @@ class RankState:
     """The ranks of the trainer on this VM; written by :mod:`~swansongd.core.ranks`."""
 
     trainers: tuple[TrainerView, ...] = ()
+    left_behind: tuple[TrainerView, ...] = ()
+    """Processes of earlier jobs that have no connection: they may hang forever, or still seal a set."""
     changed_mono_s: float = -math.inf
     """When a rank connected, its process ended, or a set proved unusable, last in an evacuation: only a later
     scan has all sets that were sealed before."""

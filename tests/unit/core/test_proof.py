@@ -283,6 +283,19 @@ def beside_an_earlier_process() -> Story:
     return refused(story, 448, first=2)
 
 
+def beside_another_job(*, ends: bool) -> Story:
+    """The process before, of a job with fewer ranks, has no connection when the next start loads its set."""
+    story = committed()
+    story.leave(exited=False)
+    for rank in range(2):
+        connection = 2 + rank
+        story.join(connection, rank=rank, ranks=2, pid=200 + rank, start_id="b")
+        story.starts(448, connection, start_id="b", parent=Parent("a", 448))
+    if ends:
+        story.leave()
+    return refused(story, 448, 448, first=2)
+
+
 def record_is_lost() -> Story:
     """The daemon starts without its claim record.  The newest commit shows that the earlier start is over."""
     loaded = a_set(448, "loaded", start_id="earlier", written_ns=9)
@@ -512,6 +525,13 @@ CASES: list[Case] = [
     ("nothing since the load", lambda: refused(resumed(448, NEWEST_IS_LOADED), 448), "SAFE", ""),
     ("loaded before the claim", not_claimed, "PARTIAL", "has not taken the run over yet"),
     ("earlier process", beside_an_earlier_process, "PARTIAL", "a process of another start"),
+    (
+        "another job",
+        lambda: beside_another_job(ends=False),
+        "PARTIAL",
+        "a process of another start",
+    ),
+    ("another job ends", lambda: beside_another_job(ends=True), "SAFE", ""),
     ("record lost", record_is_lost, "SAFE", "step 448"),
     ("steps since", lambda: refused(resumed(460, NEWEST_IS_LOADED), 460), "PARTIAL", "not of step"),
     ("load unknown", lambda: refused(resumed(448), 448), "PARTIAL", "has not said what it loaded"),
