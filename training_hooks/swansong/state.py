@@ -598,9 +598,9 @@ class Bundle(Snapshots):
         for name, item in self._objects.items():
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
                 raise TypeError(
-                    f"state[{name!r}] is a {type(item).__qualname__}; it needs state_dict() and"
-                    " load_state_dict(), or must be a dict, a list or an array; or give attach() save="
-                    " and load= instead"
+                    f"state[{name!r}] has the type {type(item).__qualname__}: put a value into a dict or a"
+                    " list, an object needs state_dict() and load_state_dict(); or give attach() save= and"
+                    " load= instead"
                 )
 
     def snapshot(self) -> Callable[[Path], object]:
