@@ -526,7 +526,9 @@ def record_denied(transition: Transition, reason: str) -> None:
 def _due(state: State) -> Start | None:
     """The oldest start that needs a generation, has none, and does not precede the claim in flight.
 
-    The first scan may find older ones.  While the next start waits, only sets that are sealed need one.
+    The newest start that runs needs one, and so does each start with sealed sets.  A start that has ended
+    without a set needs none: its claim would fence the VM on which the training runs by then.  The first
+    scan may find older ones.  While the next start waits, only sets that are sealed need one.
     """
     if state.staging.first_scan_mono_s is None:
         return None
@@ -535,7 +537,7 @@ def _due(state: State) -> Start | None:
     # A claim in flight may have succeeded: an earlier start would get a greater generation.
     first = known.index(claiming) if claiming is not None and claiming.is_open else 0
     for start in known[first:]:
-        is_newest = start is known[-1] and start.is_live and not state.starts.is_finishing
+        is_newest = start is state.running and not state.starts.is_finishing
         is_needed = start.has_hooks or state.evacuation is not None  # for its farewell
         is_wanted = (is_newest and is_needed) or start.id in with_sets
         if start.generation is None and start.is_open and is_wanted:

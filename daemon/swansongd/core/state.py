@@ -485,6 +485,13 @@ class State:
         newest = self.starts.newest
         return newest if newest is not None and newest.is_of_boot else None
 
+    @cached_property
+    def running(self) -> Start | None:
+        """The newest open start of which a process runs here, connected or not; None without one."""
+        ids = {self.starts.process, *(trainer.start_id for trainer in self.ranks.trainers)}
+        alive = (s for s in reversed(self.starts.known) if s.is_live and s.is_open and s.id in ids)
+        return next(alive, None)
+
     def start_of(self, start_id: str) -> Start | None:
         """The start with this id, if it is known."""
         return next((start for start in self.starts.known if start.id == start_id), None)

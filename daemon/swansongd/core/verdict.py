@@ -77,11 +77,9 @@ def _settles(state: State, evacuation: Evacuation, now_mono_s: float) -> bool:
 
 
 def _claims(state: State) -> bool:
-    """Whether the newest commit is not known yet, or the newest start waits for its generation."""
-    start = state.start
-    return not state.commits.is_run_read or (
-        start is not None and start.is_live and start.generation is None
-    )
+    """Whether the newest commit is not known yet, or the start that runs waits for its generation."""
+    start = state.running
+    return not state.commits.is_run_read or (start is not None and start.generation is None)
 
 
 def _explained(transition: Transition, verdict: Verdict, reason: str) -> str:

@@ -665,6 +665,19 @@ def test_a_job_with_one_vm_left_finishes_first_and_then_begins() -> None:
     assert node.state.commits.last_complete == CommitRef(3, 9)
 
 
+def test_a_start_that_has_ended_before_it_could_begin_claims_nothing() -> None:
+    """The job has left this VM: a claim would fence the VM on which the job runs by then."""
+    node = started()
+    node.seal_part(9)
+    node.leave()
+    node.join_one_of(1, pid=300, start_id="alone")
+    node.wait(FINISH_S - 1)
+    node.leave()
+    node.wait(2)
+    node.wait(60)
+    assert [claim.start_id for claim in node.all(ClaimGeneration)] == ["first"]
+
+
 def test_the_newest_launch_takes_the_place_of_one_that_was_abandoned() -> None:
     """In the order in which their processes began; an older one may ask once the newer ones have ended."""
     node = with_another_launch(asks=True)

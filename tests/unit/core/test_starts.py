@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
-from swansong.protocol import Fenced, StartDrawn
+from swansong.protocol import Fenced, RestoreQuery, StartDrawn
 from swansong_bucket.model import UNKNOWN_PARENT, CommitRef, Parent, Staged, Start
-from swansongd.core import machine
+from swansongd.core import machine, resume
 from swansongd.core.arrival import RECONNECT_S
 from swansongd.core.events import (
     ClaimGeneration,
@@ -225,6 +225,34 @@ def test_an_evacuation_exceeds_the_limit_by_two() -> None:
         story.join(number + 1, pid=number + 1, start_id=f"start-{number}")
         story.wait(1)
     assert claims(story)[CLAIMS_MAX:] == [f"start-{CLAIMS_MAX}", f"start-{CLAIMS_MAX + 1}"]
+
+
+def test_the_newest_start_that_runs_claims_when_the_limit_permits() -> None:
+    """The newest one has ended meanwhile, without a claim: the start before it waits for its checkpoint."""
+    story = Story()
+    for number in range(CLAIMS_MAX):
+        story.leave(number)
+        story.join(number + 1, pid=number + 1, start_id=f"start-{number}")
+    story.leave(CLAIMS_MAX)
+    story.join(20, pid=20, start_id="waits")
+    story.join(21, pid=21, start_id="ends")
+    story.leave(21)
+    story.wait(WINDOW_S)
+    assert claims(story)[CLAIMS_MAX:] == ["waits"]
+    assert resume.may_answer(story.state, RestoreQuery("q", start_id="waits"))
+
+
+def test_a_verdict_waits_for_no_claim_of_a_start_that_has_ended() -> None:
+    """Such a start claims nothing."""
+    story = joined(start_id="a")
+    story.grants = False
+    again(story, "b")
+    story.tell(RunRead(None))
+    story.leave(2)
+    story.notice(60, source="logind")
+    story.scan()
+    story.wait(RECONNECT_S)
+    assert story.verdicts, "also if the claim that was ordered is never made"
 
 
 def test_any_number_of_starts_forgets_the_oldest_with_its_sets() -> None:
