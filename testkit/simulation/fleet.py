@@ -629,6 +629,11 @@ class Fleet:
         """The commit that a restore would return now."""
         return max(self.wholes, default=None)
 
+    def commits(self) -> bool:
+        """Whether that commit is of the newest start."""
+        newest = self.whole()
+        return newest is not None and self.start_of[newest] is self.start
+
     def check(self) -> None:
         self._check_new()
         for vm in self.vms:

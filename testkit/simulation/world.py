@@ -201,6 +201,8 @@ class Trainer:
     reading: str = ""
     """Nonce of the set in staging that a rollback loads."""
     is_saving: bool = False
+    is_misled: bool = False
+    """One of its ranks was told the start of the launch before, whose rank 0 was still connected."""
     has_saved: bool = False
     """A save has ended within this step."""
     further: int = 0
@@ -955,7 +957,8 @@ class World:
             pids = {each.pid for each in trainer.ranks}
             has_first = any(t.rank == 0 and t.pid not in pids for t in self.state.connected)
             if has_first and (process_id, rank.number) not in self._members:
-                return  # known: the daemon was restarted, and the end of the old rank 0 is not seen yet
+                trainer.is_misled = True  # the hooks keep the first id that they learn
+                return  # known: the end of the old rank 0 is not seen yet
             raise Broken(f"I4: a rank of {trainer.start_id} is told {start_id}")
 
         def happens() -> None:
