@@ -65,6 +65,7 @@ def claim_generation(
     start_id: str,
     identity: Mapping[str, str],
     own: Collection[str] = (),
+    later: Collection[str] = (),
     held: int = 0,
     gap: int = 0,
     look_back: int = LOOK_BACK,
@@ -78,13 +79,15 @@ def claim_generation(
         start_id: of the start.  The first of its VMs creates the claim, and the others share it.
         identity: boot and host name of this VM, and the time; informational.
         own: further starts of this VM, whose newer claims fence nothing.
+        later: starts that follow this one; a claim of one of them takes precedence.
         held: the generation from which this start continues; a claim of another VM above it takes precedence,
             also one that is made at the same time.  0: none.
         gap: numbers to leave free above the newest claim.
         look_back: number of newest claims among which the start may have one.
 
     Raises:
-        FencedError: a newer generation has taken the run over from this start, or from ``held``.
+        FencedError: a newer generation has taken the run over from this start, or from ``held``, or a later
+            start holds one.
         CorruptError: the format has no further number, the listing contains an object that no swansong
             wrote, or a field of the claim is out of bounds; nothing was claimed.
         StoreError: the store failed, or the race was lost too often.
@@ -96,6 +99,9 @@ def claim_generation(
             if number < newest and not _is_of(recent[0][1], own):
                 raise FencedError(number, newest)
             return Claim(found, honours_if_absent=True, is_found=True)
+    followed = next((n for n, found in recent if found is not None and found.start in later), 0)
+    if followed:
+        raise FencedError(held, followed)
     if held and newest > held and not _is_of(recent[0][1], own):
         raise FencedError(held, newest)
     for generation in range(newest + gap + 1, newest + gap + 1 + _CLAIM_ATTEMPTS_MAX):

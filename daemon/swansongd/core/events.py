@@ -481,6 +481,8 @@ class ClaimGeneration:
     began_ticks: int = 0
     is_live: bool = True
     """False for a start that is known from its sets only: it may have claimed long ago."""
+    later: tuple[str, ...] = ()
+    """For such a start: the starts that follow it on this VM.  One that holds a claim has overtaken it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -473,7 +473,9 @@ def reconcile(transition: Transition) -> None:
         return  # a claim would fence the VM that still trains
     claims = (*_recent(transition), (due.id, transition.now))
     _put(transition, replace(transition.state.starts, claims=claims))
-    claim = ClaimGeneration(due.id, due.nodes, due.process_ns, due.began_ticks, due.is_live)
+    known = [start.id for start in state.starts.known]
+    later = () if due.is_live else tuple(known[known.index(due.id) + 1 :])
+    claim = ClaimGeneration(due.id, due.nodes, due.process_ns, due.began_ticks, due.is_live, later)
     transition.do(claim)
 
 

@@ -167,6 +167,7 @@ class Claimant:
             start_id=start_id,
             identity=identity,
             own=self.own,
+            later=request.later,
             held=held,
             # With the record lost, an early start of this boot would get a second generation.
             look_back=commit.LOOK_BACK if request.is_live else STARTS_MAX,

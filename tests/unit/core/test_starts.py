@@ -110,6 +110,8 @@ def test_a_start_that_is_known_from_its_sets_is_older_than_one_that_runs(
     for happens in events if joins_first else reversed(events):
         happens()
     assert claims(story) == ["old", "new"]
+    later = [order.later for order in story.all(ClaimGeneration)]
+    assert later == [("new",) if joins_first else (), ()], "the new one may have its claim"
     story.store_all()
     assert manifests(story) == [(2, 40)]
 

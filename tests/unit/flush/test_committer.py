@@ -260,6 +260,8 @@ def test_without_its_record_an_early_start_gets_no_second_generation(rig: Commit
     with rig.committer() as committer:
         committer.claim(ClaimGeneration("start-1", is_live=False))
         assert rig.next() == FenceFound(10, start_id="start-1")
+        committer.claim(ClaimGeneration("unclaimed", is_live=False, later=("start-10",)))
+        assert rig.next() == FenceFound(10, start_id="unclaimed")
         assert rig.claim(committer, "start-10").generation == 10
         assert rig.was_found
     assert len(stored(rig, KEYS.generations)) == 10

@@ -143,6 +143,16 @@ def test_a_start_whose_generation_was_overtaken_gets_no_other(store: MemoryStore
     assert claim(store, "ours", own=["newer"]).generation == 1
 
 
+def test_a_start_gets_no_generation_after_the_claim_of_a_later_one(store: MemoryStore) -> None:
+    """The record of the claims was lost: only the store has the claim of the later start."""
+    assert claim(store, "later").generation == 1
+    with pytest.raises(FencedError) as caught:
+        claim(store, "ours", later=["unclaimed", "later"])
+    assert (caught.value.own, caught.value.newer) == (0, 1)
+    assert claim(store, "later", later=["unclaimed"]).generation == 1
+    assert claim(store, "ours", later=["unclaimed"]).generation == 2
+
+
 @pytest.mark.fault("G02", "O08")
 @pytest.mark.fault("O62")
 def test_an_earlier_manifest_of_the_set_with_other_chunks_is_not_this_commit(
