@@ -4,8 +4,8 @@
 The production machine, the claims and the commits run unchanged, one daemon for each VM.  This module plays
 ranks, the job's own store, staging, flushes and the bucket.  VMs are lost, daemons die, lag, or lose the
 store; the job restarts elastically, shrinks and grows.  A replacement takes the place of a VM with a notice
-that still runs, and perhaps lives on.  After every event the invariants F1 to F5 are checked against the real
-content of the bucket:
+that still runs, and perhaps lives on.  After every event the invariants F1 to F5 and F7 are checked against
+the real content of the bucket:
 
 F1  A manifest belongs to a set that its VM has sealed, and names stored shards.
 F2  A manifest has the generation of the job start that sealed its set.
@@ -14,6 +14,7 @@ F4  A daemon reports no commit that is not whole.
 F5  SAFE names a whole checkpoint, and a restore at that moment returns it, or a newer one that continues from
     it.  It is of the start that was asked, at or after its step at the request, or of a later start; or it is
     the very state that the start has loaded, if it had trained nothing since.
+F7  A daemon ends only if a later start than those of its VM has taken the run over.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from swansongd.core.events import (
     CommitManifest,
     Conclude,
     Event,
+    Exit,
     FinishAsked,
     Flushed,
     FlushFailed,
@@ -311,6 +313,8 @@ class Vm:
                     self.staging = [s for s in self.staging if s.directory not in directories]
             case Conclude():
                 self.fleet.concluded(self, action)
+            case Exit():
+                self.fleet.ended(self)
             case _:
                 pass
 
@@ -614,6 +618,15 @@ class Fleet:
         start = self.start
         if start is not None and (vm in start.members or start.is_over):
             self.restart(self.delay_s(15.0))
+
+    def ended(self, vm: Vm) -> None:
+        """A job on one VM has moved, and the daemon ends: the operator takes the VM out of the job."""
+        by = self._start_of(vm.state.starts.fenced_by or 0)
+        claimed = {start.id for start in vm.state.starts.known if start.generation is not None}
+        own = [start.number for start in self.starts if start.job_start_id in claimed]
+        if by is None or by.number <= max(own, default=-1):
+            raise Broken(f"F7: the daemon of vm{vm.number} ends, and no later start has the run")
+        self.lose(vm)
 
     # ------------------------------------------------------------------ the invariants
 
