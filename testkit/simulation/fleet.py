@@ -14,7 +14,7 @@ F4  A daemon reports no commit that is not whole.
 F5  SAFE names a whole checkpoint, and a restore at that moment returns it, or a newer one that continues from
     it.  It is of the start that was asked, at or after its step at the request, or of a later start; or it is
     the very state that the start has loaded, if it had trained nothing since.
-F7  A daemon ends only if a later start than those of its VM has taken the run over.
+F7  A daemon ends only if a start that is later than all starts of its VM has taken the run over.
 """
 
 from __future__ import annotations

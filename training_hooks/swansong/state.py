@@ -39,7 +39,7 @@ _DICTS = (dict, OrderedDict, defaultdict, Counter)
 """The types of which a content is a dict, and that keep their own type when it is put back."""
 _PLAIN_MAX = 64
 """A longer tuple in the state of a generator consists of words of 32 bits."""
-_TORCH = "pass it to swansong.torch.TrainingState under a name of its own"
+_TORCH = "pass it to swansong.torch.TrainingState under a separate name"
 
 
 def save_tree(directory: str | os.PathLike[str], tree: object, name: str = INDEX) -> None:

@@ -77,7 +77,7 @@ def _may_train(state: State) -> dict[str, None]:
     Those without a connection may come back: from a reset, or from the previous life of the daemon.
     """
     away = () if state.gpus.before is None else state.gpus.before.known_starts
-    ranks = (first_start(t.start_id) for t in state.ranks.trainers if t.start_id)
+    ranks = (first_start(t.start_id) for t in state.ranks.processes if t.start_id)
     return dict.fromkeys((*away, *ranks, *_running(state)))
 
 
@@ -202,7 +202,7 @@ def _suspect(transition: Transition, starts: Set[str]) -> None:
     still there.
     """
     state = transition.state
-    present = {first_start(trainer.start_id) for trainer in state.ranks.trainers} | _running(state)
+    present = {first_start(each.start_id) for each in state.ranks.processes} | _running(state)
     known = sorted(state.gpus.suspect_starts | starts, key=lambda start: (start in present, start))
     _put(transition, replace(state.gpus, suspect_starts=frozenset(known[-KNOWN_MAX:])))
 

@@ -116,8 +116,7 @@ def _later_of_other(state: State, newest: CommitRef, position: Position) -> str:
         return f"the manifest of {ordered} may exist"
     if newest.generation == start.generation and not is_suspect:
         return ""
-    ranks = state.ranks
-    running = {trainer.start_id for trainer in (*ranks.trainers, *ranks.left_behind)}
+    running = {process.start_id for process in state.ranks.processes}
     if any(each.is_open and each.id in running for each in state.starts.known if each is not start):
         return "a process of another start runs, which may seal a checkpoint"
     if not state.is_scanned:

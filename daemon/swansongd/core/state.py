@@ -289,6 +289,11 @@ class RankState:
     """When a rank connected, its process ended, or a set proved unusable, last in an evacuation: only a later
     scan has all sets that were sealed before."""
 
+    @property
+    def processes(self) -> tuple[TrainerView, ...]:
+        """All that may still train and seal sets here, also those of earlier jobs."""
+        return (*self.left_behind, *self.trainers)
+
     def on(self, connection: int) -> TrainerView | None:
         """The rank with this connection, if it is known."""
         return next((t for t in self.trainers if t.connection == connection), None)

@@ -362,6 +362,17 @@ EVENTS = (
 )
 
 
+def test_a_process_of_an_earlier_job_without_a_connection_stays_suspect() -> None:
+    """The next job has another number of ranks.  The earlier process seals a set after the failure."""
+    story = trained()
+    story.leave(exited=False)
+    for rank in range(2):
+        story.join(2 + rank, rank=rank, ranks=2, pid=200 + rank, start_id="second")
+    story.read_gpus(GpuHealth.LOST, GpuHealth.OK)
+    late = story.seal(6, "late", start_id="first")
+    assert late.id in story.state.staging.suspect
+
+
 @pytest.mark.fault("X01", "X09")
 @given(st.lists(st.sampled_from(EVENTS), max_size=12))
 @settings(max_examples=60)

@@ -384,28 +384,27 @@ def process(*, is_asked: bool = True, answers: bool = True, begins_again: bool =
     return story
 
 
-def begins_again_after_its_answer() -> Story:
-    """The script exits after its checkpoint, and systemd starts it again before the set is committed."""
+def answered_and_started_again(*, from_step: int) -> Story:
     story = committed(460)
     story.notice(60)
     story.accept(460)
     story.answer(461)
     story.leave(is_goodbye=True)
     story.join(2, pid=200, start_id="b")
-    story.starts(461, 2, start_id="b", parent=Parent("a", 461))
+    story.starts(from_step, 2, start_id="b", parent=Parent("a", from_step))
+    return story
+
+
+def begins_again_after_its_answer() -> Story:
+    """The script exits after its checkpoint, and systemd starts it again before the set is committed."""
+    story = answered_and_started_again(from_step=461)
     story.store_all()
     return story
 
 
 def goes_back_after_its_answer(*, answers: bool = False) -> Story:
     """The next start loads an older state, and has sealed a set when the answer is committed."""
-    story = committed(460)
-    story.notice(60)
-    story.accept(460)
-    story.answer(461)
-    story.leave(is_goodbye=True)
-    story.join(2, pid=200, start_id="b")
-    story.starts(448, 2, start_id="b", parent=Parent("a", 448))
+    story = answered_and_started_again(from_step=448)
     story.seal(450, "older", start_id="b", written_ns=9)
     story.flushed()
     story.committed()

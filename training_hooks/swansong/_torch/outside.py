@@ -93,7 +93,7 @@ class OutsideWatch:
     def saved(self) -> None:
         """Warn at a save, once, about optimizers that have stepped since they were noted.
 
-        One that is created later must step on after a save: that of an evaluation does not.
+        One that is created later must step on after a save, which the optimizer of an evaluation does not.
         """
         if self._known is not None:
             if text := self._unsaved_optimizers([*self._counts, *self._idle]):
