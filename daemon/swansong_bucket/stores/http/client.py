@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data plane: HTTP/1.1 requests over persistent connections, at the speed of TLS on this machine.
 
-A body is in the memory of the caller, and is sent from there.  A connection has one window of memory, which
-receives the body of a response.  There is no other copy.  The callers sign, retry and interpret responses.
+A body is in the memory of the caller, and is sent from there.  A connection that receives bodies has
+one window of memory for them.  There is no other copy.  The callers sign, retry and interpret responses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from swansong_bucket.errors import Permanent, Transient
-from swansong_bucket.stores.base import Body, Sink
+from swansong_bucket.stores.base import WINDOW_BYTES, Body, Sink
 from swansong_bucket.stores.http.pool import ConnectionBroken, HttpConnection, Pool, TooSlow
 from swansong_bucket.stores.http.tls import Tls
 from swansong_bucket.util.http1 import Head, ResponseReader, receive_until, request_head
@@ -233,7 +233,6 @@ class Wire:
         request: _Request,
     ) -> tuple[Response, bool]:
         """Receive the response; returns it, and whether its body was read to the end."""
-        window = connection.buffer
         body = bytearray()
         is_whole = True
         is_refusal = head.status >= 300
@@ -246,7 +245,7 @@ class Wire:
                 request.sink.rewind()
                 wanted_bytes = _span_bytes(request.range)
                 received_bytes = 0
-                for piece in reader.pieces(head, window):
+                for piece in reader.pieces(head, connection.window(WINDOW_BYTES)):
                     received_bytes += piece.nbytes
                     if wanted_bytes is not None and received_bytes > wanted_bytes:
                         raise Transient("the response is longer than its range")
@@ -255,7 +254,7 @@ class Wire:
                     raise Transient("the response is shorter than its range")
         else:
             limit_bytes = REFUSAL_BYTES_MAX if is_refusal else RESPONSE_BYTES_MAX
-            for piece in reader.pieces(head, window[:REFUSAL_BYTES_MAX]):
+            for piece in reader.pieces(head, connection.window(REFUSAL_BYTES_MAX)):
                 body += piece
                 if len(body) > limit_bytes:
                     if not is_refusal:

@@ -22,7 +22,6 @@ from enum import Enum
 from typing import ParamSpec, TypeVar
 
 from swansong_bucket.errors import Transient
-from swansong_bucket.stores.base import WINDOW_BYTES
 from swansong_bucket.stores.http.tls import Tls
 from swansong_bucket.util.threads import lasting_thread
 
@@ -80,7 +79,7 @@ class HttpConnection:
         self._tls = tls
         self._send_all = tls.send_all if tls else sock.sendall
         self._receive_into = tls.receive_into if tls else sock.recv_into
-        self.buffer = memoryview(bytearray(WINDOW_BYTES))
+        self._window = memoryview(bytearray())
         self.idle_since_mono_s = 0.0
         self.cut = ""
         """Why the watchdog shut the connection down; else empty."""
@@ -100,6 +99,12 @@ class HttpConnection:
         self._seen_mono_s: float | None = None
         """Instant of the watchdog's first check of the request; all measures start there."""
         self._base_bytes = 0
+
+    def window(self, size_bytes: int) -> memoryview:
+        """Memory that receives a response; a connection that only sends has none of it."""
+        if self._window.nbytes < size_bytes:
+            self._window = memoryview(bytearray(size_bytes))
+        return self._window[:size_bytes]
 
     def begin(self, *, is_first_attempt: bool) -> None:
         """Start the measures of a new request."""
