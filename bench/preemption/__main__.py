@@ -198,7 +198,6 @@ def main() -> None:
         (
             conditions(file),
             results.markdown(file.results),
-            results.settings_table(file.results),
         )
     )
     print(tables)

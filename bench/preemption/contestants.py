@@ -47,8 +47,6 @@ class Contestant:
 
     name: str
     script: str
-    settings: str
-    """Text for the table."""
     environments: Sequence[str] = ()
     """Suffixes of the ``requirements-*.txt`` of its tools."""
     upload: Command | None = None
@@ -202,20 +200,15 @@ CONTESTANTS: Mapping[str, Contestant] = {
         Contestant(
             name=OURS,
             script=_OUR_SCRIPT,
-            settings="defaults: a poll each second, a reserve of 3 s, checkpoints planned by the daemon",
         ),
         Contestant(
             name=f"{OURS} handover",
             script=_OUR_SCRIPT,
-            settings="the same with `run.handover` on both VMs;"
-            " the pause follows the notice, so the next VM starts before the power cut",
             is_handover=True,
         ),
         Contestant(
             name="transformers JIT",
             script="with_transformers.py",
-            settings="`enable_jit_checkpoint`, SIGTERM at the notice, then `aws s3 sync`;"
-            " fetches the newest checkpoint only",
             environments=("awscli",),
             upload=_aws_up("--delete"),
             download=_aws_newest,
@@ -224,7 +217,6 @@ CONTESTANTS: Mapping[str, Contestant] = {
         Contestant(
             name="Lightning SLURM plugin",
             script="with_lightning.py",
-            settings="`SLURMEnvironment`, SIGUSR1 at the notice, then `aws s3 sync`",
             environments=("awscli",),
             upload=_aws_up(),
             download=_aws_down,
@@ -234,7 +226,6 @@ CONTESTANTS: Mapping[str, Contestant] = {
         Contestant(
             name="torch.save + aws s3 sync",
             script=_SCRIPT,
-            settings="one file at a fixed interval, and `aws s3 sync` in a loop",
             environments=("awscli",),
             upload=_aws_up(),
             download=_aws_down,
@@ -242,7 +233,6 @@ CONTESTANTS: Mapping[str, Contestant] = {
         Contestant(
             name="torch.save + s5cmd sync",
             script=_SCRIPT,
-            settings="the same file, uploaded by `s5cmd sync`",
             environments=("s5cmd",),
             upload=lambda start: _s5cmd(start, "--exclude", "*.tmp", f"{start.out}/", f"{PREFIX}/"),
             download=lambda start: _s5cmd(start, f"{PREFIX}/*", f"{start.out}/"),
@@ -250,7 +240,6 @@ CONTESTANTS: Mapping[str, Contestant] = {
         Contestant(
             name="torch.save + rclone copy",
             script=_SCRIPT,
-            settings="the same file, uploaded by `rclone copy`",
             environments=("rclone",),
             upload=lambda start: _rclone(
                 start, "copy", "--exclude", "*.tmp", str(start.out), f":s3:{BUCKET}/out"
@@ -260,7 +249,6 @@ CONTESTANTS: Mapping[str, Contestant] = {
         Contestant(
             name="torch.save + rclone mount",
             script=_SCRIPT,
-            settings="one file at a fixed interval, on a mount with SkyPilot's options for `MOUNT_CACHED`",
             environments=("rclone",),
             is_mount=True,
         ),

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.preemption.contestants import CONTESTANTS, OURS
-from bench.transfer.results import median_and_spread
+from bench.transfer.results import by_contestant, median_and_spread, repeats
 
 PARTS = ("stall_s", "redone_s", "down_s")
 
@@ -59,35 +59,29 @@ def _median(runs: Sequence[Result]) -> float:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """One table for each size, with the two ratios of the goal."""
+    """The losses by size, with their parts for the first one, and the two ratios of the goal."""
+    columns: dict[str, dict[str, str]] = {}
     lines: list[str] = []
     for size in dict.fromkeys(result.size for result in results):
         runs = of_size(results, size)
-        if not runs:
-            continue
-        lines += [
-            f"### {size[:-2]} {size[-2:]} of state\n",
-            "| | loss, s | stall, s | redone, s | down, s | n |",
-            "| --- | --- | --- | --- | --- | --- |",
-        ]
-        for name, of_one in runs.items():
-            cells = [
-                f"**{name}**" if CONTESTANTS[name].is_ours else name,
-                median_and_spread([run.total_s for run in of_one], ".1f"),
-                *(
-                    median_and_spread([getattr(run, part) for run in of_one], ".1f")
-                    for part in PARTS
-                ),
-                str(len(of_one)),
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
-        lines += ["", *_goal(runs), ""]
+        title = f"{size[:-2]} {size[-2:]}"
+        parts = () if columns else PARTS
+        columns[f"loss with {title}, s ({repeats(runs)})"] = {
+            name: median_and_spread([run.total_s for run in of_one], ".1f")
+            for name, of_one in runs.items()
+        }
+        for part in parts:
+            columns[f"{part.removesuffix('_s')}, s"] = {
+                name: f"{statistics.median(getattr(run, part) for run in of_one):.1f}"
+                for name, of_one in runs.items()
+            }
+        lines += _goal(title, runs)
     failed = [r for r in results if r.problem]
     lines += [f"{r.contestant}, {r.size}, run {r.repeat + 1} failed: {r.problem}\n" for r in failed]
-    return "\n".join(lines)
+    return "\n".join([*by_contestant(columns), *lines, ""])
 
 
-def _goal(runs: Mapping[str, Sequence[Result]]) -> list[str]:
+def _goal(title: str, runs: Mapping[str, Sequence[Result]]) -> list[str]:
     """The sentences that compare Swansong with its bound and with the best contestant."""
     ours = [run for run in runs.get(OURS, ()) if run.bound_s]
     if not ours:
@@ -99,24 +93,14 @@ def _goal(runs: Mapping[str, Sequence[Result]]) -> list[str]:
         for name in ours[0].bound_parts or {}
     }
     shown = ", ".join(f"{name} {value:.1f}" for name, value in parts.items())
-    lines = [
-        f"The bound of swansong is {median_and_spread(bounds, '.1f')} s ({shown}).",
-        f"Its loss is {median_and_spread(ratios, '.2f')} of the bound of the same run.",
-    ]
+    line = (
+        f"- {title}: the bound is {median_and_spread(bounds, '.1f')} s ({shown}).\n"
+        f"  The loss is {median_and_spread(ratios, '.2f')} of the bound of the same run"
+    )
     others = {
         name: _median(of_one) for name, of_one in runs.items() if not CONTESTANTS[name].is_ours
     }
     if others:
         best = min(others, key=lambda name: others[name])
-        share = _median(ours) / others[best]
-        lines.append(
-            f"Its loss is {share:.2f} times the loss of the best other contestant, {best}."
-        )
-    return lines
-
-
-def settings_table(results: Sequence[Result]) -> str:
-    present = {result.contestant for result in results}
-    lines = ["| contestant | settings |", "| --- | --- |"]
-    lines += [f"| {c.name} | {c.settings} |" for c in CONTESTANTS.values() if c.name in present]
-    return "\n".join(lines)
+        line += f", and {_median(ours) / others[best]:.2f} times the loss of {best}"
+    return [f"{line}."]

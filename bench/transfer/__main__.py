@@ -351,7 +351,6 @@ def main() -> None:
         [
             f"{box()}. {versions(present)}.\n",
             results.markdown(file.results, wanted),
-            results.settings_table(file.results),
         ]
     )
     print(tables)

@@ -53,8 +53,6 @@ class Contestant:
     environment: str | None
     """Suffix of its ``requirements-*.txt``; None if it needs only the project itself."""
     command: Command
-    settings: str
-    """Text for the table."""
     trusts_system_only: bool = False
     """Accepts no CA file: runs in a mount namespace with the CA in the system's directory."""
     is_for_faults: bool = False
@@ -115,21 +113,18 @@ CONTESTANTS: Mapping[str, Contestant] = {
             name=REFERENCE,
             environment=None,
             command=client("bare.py"),
-            settings="raw TLS sockets, 16 MiB x 8, no SDK, no digest",
             is_peer=False,
         ),
         Contestant(
             name=f"{REFERENCE} x 32",
             environment=None,
             command=client("bare.py", "connections=32"),
-            settings="the same with 32 connections (paced profile)",
             is_peer=False,
         ),
         Contestant(
             name=OURS,
             environment=None,
             command=client("swansong_client.py"),
-            settings="defaults; CRC32C and BLAKE3 of every byte",
             is_for_faults=True,
             is_peer=False,
         ),
@@ -137,69 +132,59 @@ CONTESTANTS: Mapping[str, Contestant] = {
             name=f"{OURS} to GCS",
             environment=None,
             command=client("swansong_client.py", "gcs"),
-            settings="defaults; CRC32C and BLAKE3 of every byte",
             is_peer=False,
         ),
         Contestant(
             name="boto3",
             environment="boto3",
             command=client("boto3_client.py"),
-            settings="defaults (8 MiB x 10, CRC32 trailer)",
             is_for_faults=True,
         ),
         Contestant(
             name="boto3 tuned",
             environment="boto3",
             command=client("boto3_client.py", "tuned"),
-            settings="16 MiB x 8, no checksum, unsigned payload",
         ),
         Contestant(
             name="boto3 CRT",
             environment="crt",
             command=client("crt_client.py"),
-            settings="its S3Client, 16 MiB, CRC64NVME, 2 event loops",
         ),
         Contestant(
             name="obstore",
             environment="obstore",
             command=client("obstore_client.py"),
-            settings="defaults (5 MiB x 12, signed payload)",
         ),
         Contestant(
             name="obstore tuned",
             environment="obstore",
             command=client("obstore_client.py", "tuned"),
-            settings="16 MiB x 8, CRC64NVME, unsigned payload, ranged reads",
         ),
         Contestant(
             name="obstore x 32",
             environment="obstore",
             command=client("obstore_client.py", "tuned", "concurrency=32"),
-            settings="tuned, 16 MiB x 32 (paced profile)",
             is_for_faults=True,
         ),
         Contestant(
             name="s3torchconnector",
             environment="s3torchconnector",
             command=client("s3torch_client.py"),
-            settings="its client, 16 MiB",
             trusts_system_only=True,
         ),
         Contestant(
             name="gcs transfer_manager",
             environment="gcs",
             command=client("gcs_client.py"),
-            settings="threads, 32 MiB x 8, its own checksum",
         ),
         Contestant(
             name="s5cmd",
             environment="s5cmd",
             command=_s5cmd(),
-            settings="defaults",
             is_for_faults=True,
         ),
-        Contestant(name="aws s3 cp", environment="awscli", command=_aws, settings="defaults"),
-        Contestant(name="rclone", environment="rclone", command=_rclone(), settings="defaults"),
+        Contestant(name="aws s3 cp", environment="awscli", command=_aws),
+        Contestant(name="rclone", environment="rclone", command=_rclone()),
         Contestant(
             name="rclone tuned",
             environment="rclone",
@@ -208,7 +193,6 @@ CONTESTANTS: Mapping[str, Contestant] = {
                 *("--s3-upload-concurrency", "8", "--s3-disable-checksum"),
                 *("--s3-use-unsigned-payload", "true", "--multi-thread-streams", "8"),
             ),
-            settings="16 MiB x 8, no checksum, unsigned payload",
         ),
     )
 }

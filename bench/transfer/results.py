@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from bench.transfer.cases import Case, reference_of
-from bench.transfer.contestants import CONTESTANTS, OURS
+from bench.transfer.cases import Case
+from bench.transfer.contestants import OURS
+from bench.transfer.sink import FAULTY, TAIL
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "performance"
 """The pages about one benchmark each; ``performance.md`` next to it has the others."""
@@ -106,88 +107,62 @@ def of_case(results: Iterable[Result], case: Case) -> dict[str, list[Result]]:
     )
 
 
-def ratios(runs: Mapping[str, Sequence[Result]], contestant: str, case: Case) -> list[float]:
-    """Speeds relative to the reference in the same repetition."""
-    reference = {result.repeat: result for result in runs.get(reference_of(case), ())}
-    return [
-        result.bytes_s / reference[result.repeat].bytes_s
-        for result in runs[contestant]
-        if result.repeat in reference
-    ]
-
-
 def markdown(results: Sequence[Result], cases: Sequence[Case]) -> str:
-    """One table for each case with results."""
-    lines: list[str] = []
-    for case in cases:
-        runs = of_case(results, case)
-        if runs:
-            is_faulty, has_tail = case.profile.share_503, case.profile.tail_s_max
-            table = _faulty_table if is_faulty else _tail_table if has_tail else _table
+    """One table of speeds and processor times, and one for each case with faults or late answers."""
+    known = [(case, runs) for case in cases if (runs := of_case(results, case))]
+    special = {FAULTY.name: _faulty_table, TAIL.name: _tail_table}
+    plain = [(case, runs) for case, runs in known if case.profile.name not in special]
+    lines = by_contestant(_columns(plain))
+    for case, runs in known:
+        if table := special.get(case.profile.name):
             lines += table(runs, case)
-        for result in results:
-            if result.case == case.name and result.problem:
-                lines.append(f"{result.contestant} failed: {result.problem}\n")
+    for result in results:
+        if result.problem:
+            lines.append(f"{result.contestant} in `{result.case}` failed: {result.problem}\n")
     return "\n".join(lines)
 
 
 def _title(case: Case) -> str:
-    profile = case.profile
-    title = f"{case.operation.capitalize()} of {case.workload}"
-    if profile.is_hashing:
-        title += " to GCS, whose sink decrypts everything and returns its CRC32C"
-    if profile.rate_bytes_s:
-        latency_ms, rate = profile.latency_s * 1e3, profile.rate_bytes_s / 1e6
-        per_request = (
-            f"{latency_ms:g} ms"
-            if not profile.tail_s_max
-            else (f"{latency_ms:g} ms to {profile.tail_s_max:g} s (Pareto)")
-        )
-        title += f", {per_request} per request and {rate:g} MB/s per connection"
-    if profile.link_bytes_s:
-        title += f", over a link of {profile.link_bytes_s / 1e6:g} MB/s"
-    if profile.share_503:
-        title += (
-            f", {profile.share_503:.1%} of the parts answered with 503,"
-            f" {profile.share_stall:.1%} stalled, {profile.share_reset:.1%} reset"
-        )
-    return f"### {title}\n"
+    return f"{case.operation.capitalize()} of {case.workload}, `{case.profile.name}`"
 
 
-def _table(runs: Mapping[str, Sequence[Result]], case: Case) -> list[str]:
-    in_files = case.workload.count >= 100
-    unit = "files/s" if in_files else "GB/s"
-    lines = [
-        _title(case),
-        f"| {_repeats(runs)} | {unit} | of {reference_of(case)} | CPU s/GB | RSS, MB |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for name, of_one in runs.items():
-        speeds = [r.files / r.wall_s if in_files else r.bytes_s / 1e9 for r in of_one]
-        of_reference = ratios(runs, name, case)
-        rss_mb = max(r.rss_bytes for r in of_one) / 1e6
-        cells = [
-            _shown(name, of_one),
-            median_and_spread(speeds, ",.0f" if in_files else ".2f"),
-            f"{statistics.median(of_reference):.2f}" if of_reference else "",
-            f"{statistics.median(r.cpu_s_a_gb for r in of_one):.2f}",
-            f"{rss_mb:.0f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+def _columns(
+    known: Iterable[tuple[Case, Mapping[str, Sequence[Result]]]],
+) -> dict[str, dict[str, str]]:
+    """The medians of speed and CPU s/GB, by head and contestant."""
+    columns = {}
+    for case, runs in known:
+        in_files = case.workload.count >= 100
+        unit, form = ("files/s", ",.0f") if in_files else ("GB/s", ".2f")
+        cells = columns[f"{_title(case)}, {repeats(runs)}: {unit}"] = {}
+        for name, of_one in runs.items():
+            speeds = [r.files / r.wall_s if in_files else r.bytes_s / 1e9 for r in of_one]
+            cpu = statistics.median(r.cpu_s_a_gb for r in of_one)
+            shown = f"{statistics.median(speeds):{form}}, {cpu:.2f}{_noise(of_one)}"
+            cells[name.removesuffix(" to GCS")] = shown
+    return columns
+
+
+def by_contestant(columns: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """A table of cells by head and contestant, in the order of the first column."""
+    lines = [f"| | {' | '.join(columns)} |", "| --- " * (len(columns) + 1) + "|"]
+    for name in dict.fromkeys(name for cells in columns.values() for name in cells):
+        cells = [column.get(name, "") for column in columns.values()]
+        lines.append(f"| {_shown(name)} | {' | '.join(cells)} |")
     return [*lines, ""]
 
 
 def _tail_table(runs: Mapping[str, Sequence[Result]], case: Case) -> list[str]:
     lines = [
-        _title(case),
-        f"| {_repeats(runs)} | p50, s | p90, s | p99, s | longest, s | stored bytes |",
+        f"### {_title(case)}\n",
+        f"| {repeats(runs)} | p50, s | p90, s | p99, s | longest, s | stored bytes |",
         "| --- " * 6 + "|",
     ]
     for name, of_one in runs.items():
         taken = sorted(result.wall_s for result in of_one)
         cuts = statistics.quantiles(taken, n=100, method="inclusive") if len(taken) > 1 else taken
         sent = statistics.mean(r.size_bytes for r in of_one) / case.workload.total_bytes
-        cells = [_shown(name, of_one)]
+        cells = [f"{_shown(name)}{_noise(of_one)}"]
         cells += [f"{cuts[min(n, len(cuts)) - 1]:.2f}" for n in (50, 90, 99)]
         lines.append(f"| {' | '.join([*cells, f'{taken[-1]:.2f}', f'{sent:.2f}'])} |")
     return [*lines, ""]
@@ -198,8 +173,8 @@ def _faulty_table(runs: Mapping[str, Sequence[Result]], case: Case) -> list[str]
     heads = [f"GB in whole objects at {time} s" for time in times]
     total_gb = case.workload.total_bytes / 1e9
     lines = [
-        _title(case),
-        f"| of {total_gb:.1f} GB, {_repeats(runs)} | {' | '.join(heads)} | all stored after | faults |",
+        f"### {_title(case)}\n",
+        f"| of {total_gb:.1f} GB, {repeats(runs)} | {' | '.join(heads)} | all stored after | faults |",
         "| --- " * (len(heads) + 3) + "|",
     ]
     for name, of_one in runs.items():
@@ -210,7 +185,7 @@ def _faulty_table(runs: Mapping[str, Sequence[Result]], case: Case) -> list[str]
             end = f"gave up after {of_one[-1].wall_s:.0f} s"
         met = ", ".join(f"{count} {kind}" for kind, count in of_one[-1].faults.items())
         cells = [
-            _shown(name, of_one),
+            f"{_shown(name)}{_noise(of_one)}",
             *(f"{count / 1e9:.1f}" for count in stored),
             end,
             met,
@@ -219,17 +194,20 @@ def _faulty_table(runs: Mapping[str, Sequence[Result]], case: Case) -> list[str]
     return [*lines, ""]
 
 
-def _repeats(runs: Mapping[str, Sequence[Result]]) -> str:
+def repeats(runs: Mapping[str, Sequence[Any]]) -> str:
     """``n=3``, or ``n=1-3`` if some contestants have fewer runs."""
     counts = sorted({len(of_one) for of_one in runs.values()})
     return "n=" + "-".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
 
 
-def _shown(name: str, of_one: Sequence[Result]) -> str:
-    """The name for a table, with the number of runs on a machine that was not idle."""
+def _shown(name: str) -> str:
+    return f"**{name}**" if name.startswith(OURS) else name
+
+
+def _noise(of_one: Sequence[Result]) -> str:
+    """The number of runs on a machine that was not idle."""
     noisy = sum(not result.is_quiet for result in of_one)
-    shown = f"**{name}**" if name.startswith(OURS) else name
-    return f"{shown} ({noisy} noisy)" if noisy else shown
+    return f" ({noisy} noisy)" if noisy else ""
 
 
 def write_page(name: str, text: str) -> None:
@@ -242,11 +220,3 @@ def write_page(name: str, text: str) -> None:
             page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
             return
     raise SystemExit(f"no page of {PAGES} has the marks {begin} and {end}")
-
-
-def settings_table(results: Sequence[Result]) -> str:
-    """The settings of each contestant."""
-    present = {result.contestant for result in results}
-    lines = ["| contestant | settings |", "| --- | --- |"]
-    lines += [f"| {c.name} | {c.settings} |" for c in CONTESTANTS.values() if c.name in present]
-    return "\n".join(lines)
