@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 
 from swansong_bucket.errors import DAEMON_EXIT_CODES, EXIT_CODES
@@ -14,6 +15,8 @@ from swansong_tools.commands import main
 from testkit import REPOSITORY
 from testkit.reference.markup import filled, linked, table
 
+COMMON = 3
+"""Options of this number of commands are explained once."""
 _UNIT = REPOSITORY / "systemd/swansongd.service"
 
 
@@ -24,28 +27,45 @@ def page() -> str:
         for action in main.parser(main.COMMANDS)._actions
         if isinstance(action, argparse._SubParsersAction)
     )
+    options = {name: _options(parser) for name, parser in commands.choices.items()}
+    counts = Counter(option for of_one in options.values() for option in of_one)
+    common = {option for option, count in counts.items() if count >= COMMON}
     return filled(
         "commands.md",
         table=table(
             ("command", "purpose"),
             ((f"[`{name}`](#{name})", text) for name, text in main.COMMANDS.items()),
         ),
-        commands="\n\n".join(_section(name, parser) for name, parser in commands.choices.items()),
+        common=table(("option", "meaning"), (option for option in counts if option in common)),
+        commands="\n\n".join(
+            _section(name, parser, options[name], common)
+            for name, parser in commands.choices.items()
+        ),
         codes=table(("code", "meaning", "systemd and the daemon"), _codes()),
         pause=_setting("RestartSec"),
     )
 
 
-def _section(name: str, parser: argparse.ArgumentParser) -> str:
-    examples = textwrap.dedent((parser.epilog or "").removeprefix("examples:\n"))
-    parts = [f"### {name}", linked(parser.description or ""), f"```\n{examples}\n```"]
-    options = [
+def _options(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
+    return [
         (f"`{_usage(action)}`", (action.help or "").replace("%%", "%"))
         for action in parser._actions
         if action.dest != "help"
     ]
-    if options:
-        parts.append(table(("option", "meaning"), options))
+
+
+def _section(
+    name: str,
+    parser: argparse.ArgumentParser,
+    options: list[tuple[str, str]],
+    common: set[tuple[str, str]],
+) -> str:
+    examples = textwrap.dedent((parser.epilog or "").removeprefix("examples:\n"))
+    parts = [f"### {name}", linked(parser.description or ""), f"```\n{examples}\n```"]
+    if own := [option for option in options if option not in common]:
+        parts.append(table(("option", "meaning"), own))
+    if shared := [usage for usage, text in options if (usage, text) in common]:
+        parts.append(f"[Common options](#options): {', '.join(shared)}.")
     return "\n\n".join(parts)
 
 

@@ -9,25 +9,6 @@ from collections import Counter
 from testkit import REPOSITORY
 from testkit.reference.markup import filled, table
 
-GROUPS = {
-    "N": "Notices and metadata services",
-    "T": "Trainers and hooks",
-    "D": "Staging and the local disk",
-    "S": "Hostile trainers, users and accounts",
-    "O": "Network and object store",
-    "K": "Locks of objects",
-    "M": "The mirror",
-    "G": "Commits, generations and restores",
-    "H": "Processes and the host",
-    "OE": "Engines",
-    "X": "GPUs",
-    "W": "Notifications",
-    "OM": "Metrics",
-    "OX": "The exporter",
-    "OT": "Status and terminal",
-    "OA": "Advice",
-}
-"""By the letters of a row's name."""
 LAYERS = {
     "S": (
         "code",
@@ -47,16 +28,11 @@ def page() -> str:
     """docs/reliability.md."""
     matrix = tomllib.loads((REPOSITORY / "tests" / "faults.toml").read_text())
     layers = Counter(layer for facts in matrix.values() for layer in facts["layers"].split())
-    groups = Counter(name.rstrip("0123456789") for name in matrix)
     return filled(
         "reliability.md",
         number=str(len(matrix)),
         layers=table(
             ("shown by", "tests", "faults"),
             [(*LAYERS[layer], str(layers[layer])) for layer in LAYERS],
-        ),
-        groups=table(
-            ("rows", "subject", "faults"),
-            [(letters, GROUPS[letters], str(groups[letters])) for letters in GROUPS],
         ),
     )
