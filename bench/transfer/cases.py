@@ -133,6 +133,11 @@ def cases(*, is_quick: bool) -> list[Case]:
     ]
 
 
+def reference_of(case: Case) -> str:
+    """The contestant that is 1.00 in the ratios of a case."""
+    return next(name for name in case.contestants if name.startswith(REFERENCE))
+
+
 def make_files(workload: Workload, directory: Path) -> None:
     """Write the files with different blocks; a sparse file has data only at the start of each chunk."""
     shutil.rmtree(directory, ignore_errors=True)

@@ -15,12 +15,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from bench.transfer.cases import Case
+from bench.transfer.cases import Case, reference_of
 from bench.transfer.contestants import OURS
 from bench.transfer.sink import FAULTY, TAIL
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "performance"
 """The pages about one benchmark each; ``performance.md`` next to it has the others."""
+FILES_MIN = 100
+"""The speed of a workload with that many files is in files a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,12 +109,26 @@ def of_case(results: Iterable[Result], case: Case) -> dict[str, list[Result]]:
     )
 
 
+def ratios(runs: Mapping[str, Sequence[Result]], contestant: str, case: Case) -> list[float]:
+    """Speeds relative to the reference in the same repetition."""
+    reference = {result.repeat: result for result in runs.get(reference_of(case), ())}
+    return [
+        result.bytes_s / reference[result.repeat].bytes_s
+        for result in runs[contestant]
+        if result.repeat in reference
+    ]
+
+
 def markdown(results: Sequence[Result], cases: Sequence[Case]) -> str:
-    """One table of speeds and processor times, and one for each case with faults or late answers."""
+    """One table of speeds for each workload, and one for each case with faults or late answers."""
     known = [(case, runs) for case in cases if (runs := of_case(results, case))]
     special = {FAULTY.name: _faulty_table, TAIL.name: _tail_table}
     plain = [(case, runs) for case, runs in known if case.profile.name not in special]
-    lines = by_contestant(_columns(plain))
+    lines = []
+    for workload in dict.fromkeys(str(case.workload) for case, _ in plain):
+        of_workload = [(case, runs) for case, runs in plain if str(case.workload) == workload]
+        unit = "files/s" if of_workload[0][0].workload.count >= FILES_MIN else "GB/s"
+        lines += [f"### {workload}, {unit}\n", *by_contestant(_columns(of_workload))]
     for case, runs in known:
         if table := special.get(case.profile.name):
             lines += table(runs, case)
@@ -129,17 +145,17 @@ def _title(case: Case) -> str:
 def _columns(
     known: Iterable[tuple[Case, Mapping[str, Sequence[Result]]]],
 ) -> dict[str, dict[str, str]]:
-    """The medians of speed and CPU s/GB, by head and contestant."""
+    """The speed and its ratio to the reference, by head and contestant."""
     columns = {}
     for case, runs in known:
-        in_files = case.workload.count >= 100
-        unit, form = ("files/s", ",.0f") if in_files else ("GB/s", ".2f")
-        cells = columns[f"{_title(case)}, {repeats(runs)}: {unit}"] = {}
+        in_files = case.workload.count >= FILES_MIN
+        cells = columns[f"{case.operation}, `{case.profile.name}`, {repeats(runs)}"] = {}
         for name, of_one in runs.items():
             speeds = [r.files / r.wall_s if in_files else r.bytes_s / 1e9 for r in of_one]
-            cpu = statistics.median(r.cpu_s_a_gb for r in of_one)
-            shown = f"{statistics.median(speeds):{form}}, {cpu:.2f}{_noise(of_one)}"
-            cells[name.removesuffix(" to GCS")] = shown
+            shown = median_and_spread(speeds, ",.0f" if in_files else ".2f")
+            if of_reference := ratios(runs, name, case):
+                shown += f", {statistics.median(of_reference):.2f}"
+            cells[name.removesuffix(" to GCS")] = shown + _noise(of_one)
     return columns
 
 
