@@ -115,10 +115,10 @@ def test_without_a_daemon_nothing_happens(attach: Attach, counter: Counter) -> N
 
 
 def test_a_step_reads_its_attributes_at_full_speed(attach: Attach, counter: Counter) -> None:
-    """CPython keeps up to 30 attributes of an object without a dictionary, which costs 60 ns a step."""
+    """CPython 3.11 keeps up to 29 attributes of an object without a dictionary, which costs 15 ns a step."""
     guard = attach({"counter": counter})
-    for each in (guard, guard._agreement, guard._health, guard._redone, guard._session):
-        assert len(vars(each)) <= 30
+    for each in (guard, guard._agreement, guard._health, guard._session.redone, guard._session):
+        assert len(vars(each)) < 30
 
 
 def test_steps_without_a_number_are_counted(

@@ -62,6 +62,7 @@ def step_to(guard: swansong.Guard, counter: Counter, last: int, loss: Any = 1.0)
 # ---------------------------------------------------------------- the loss
 
 
+@pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_bad_loss_is_noticed_at_its_step(
     attach: Attach, counter: Counter, caplog: pytest.LogCaptureFixture, bad: float
@@ -69,6 +70,7 @@ def test_a_bad_loss_is_noticed_at_its_step(
     """One warning names the step; ``healthy`` is true again with the next finite loss."""
     guard = attach({"counter": counter})
     assert guard.healthy, "the loss is unknown"
+    until(lambda: guard._session.staging, what="the welcome")
     step_to(guard, counter, 6)
     assert guard.healthy
     step_to(guard, counter, 9, bad)

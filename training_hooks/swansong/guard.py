@@ -55,8 +55,6 @@ ROLLBACKS = 3
 """Default number of rollbacks in a row that return to no newer step."""
 _REPEATS = 3
 """Repeated steps after which a warning is logged."""
-UNRECORDED_STEPS = 1000
-"""Without a daemon, steps between two looks for one."""
 
 
 def attach(
@@ -177,7 +175,6 @@ class Guard:
         """Take a session that is not connected yet."""
         self._session = session
         self._agreement = session.agreement
-        self._redone = session.redone
         self._reporter = Reporter(
             session.channel.send, session.start, self._health, self._saver.cost, self._state.own_s
         )
@@ -195,8 +192,9 @@ class Guard:
         Args:
             step: number of completed optimizer steps; default: one more than the last, counted from the
                 result of :meth:`restore`.
-            loss: of that step, for the manifest and :attr:`healthy`.  A plain number is checked immediately.
-                A tensor is read only when a checkpoint is taken, because reading it blocks on the device.
+            loss: of that step, for the manifest and :attr:`healthy`.  With a daemon, a plain number is
+                checked immediately.  A tensor is read only when a checkpoint is taken, because reading it
+                blocks on the device.
             metrics: further numbers for the manifest, by name.
 
         Raises:
@@ -218,23 +216,22 @@ class Guard:
         health.metrics = metrics
         agreement.step = step
         self._reports += 1
-        if self._note_boundary is not None and self._session.staging is not None:
-            self._note_boundary()
-            self._noted_report = self._reports
-        # A comparison with NaN is false.  These checks run at every step.
-        if isinstance(loss, float) and (step >= health.judge_at or not MIN <= loss <= health.limit):
-            self._judge(step, loss)
-        if step >= self._redone.next_step:
-            self._redone.note(int(step), loss, self._state)
+        if self._session.staging is not None:
+            self._record(step, loss)
         if step >= agreement.attend_at:
             self._boundary(int(step))
 
-    def _judge(self, step: int, loss: float) -> None:
+    def _record(self, step: int, loss: Any) -> None:
+        """Note what only checkpoints need; without a daemon there are none."""
+        if self._note_boundary is not None:
+            self._note_boundary()
+            self._noted_report = self._reports
         health = self._health
-        if self._session.staging is None and MIN <= loss <= health.limit:
-            health.judge_at = step + UNRECORDED_STEPS  # no checkpoint needs the limit
-        else:
+        # A comparison with NaN is false.
+        if isinstance(loss, float) and (step >= health.judge_at or not MIN <= loss <= health.limit):
             health.judge(step, loss)
+        if step >= self._session.redone.next_step:
+            self._session.redone.note(int(step), loss, self._state)
 
     def poll(self) -> SaveRequest | None:
         """Serve a checkpoint request during evaluation, warm-up and other long pauses.
@@ -362,7 +359,7 @@ class Guard:
             self._check_resume()
         step = self._loaded(manifest)
         if manifest is not None and manifest.world_size == self._ranks.world_size:
-            self._redone.ask(manifest.start_id, generation)
+            self._session.redone.ask(manifest.start_id, generation)
         return step
 
     def rollback(self, *, skip_batches: bool = False, tries: int = ROLLBACKS) -> int:
@@ -514,7 +511,8 @@ class Guard:
         """Whether the loss of the last step is usual or unknown; reading a tensor blocks on its device.
 
         It is not usual if it is NaN or infinite, or the fifth in a row above the limit that ``spike`` of
-        :func:`attach` sets.  A loss that is a tensor counts if it is read here or for a checkpoint.
+        :func:`attach` sets.  A loss that is a tensor counts if it is read here or for a checkpoint, and
+        without a daemon each loss only if it is read here.
         """
         found = self._health.evaluate(int(self._agreement.step))
         return "loss_is_finite" not in found or self._health.is_healthy
@@ -588,7 +586,7 @@ class Guard:
         is_end = self._finished_at == step
         is_emergency = due.kind == "emergency" and not is_end
         if is_taken:
-            self._redone.saved(step)
+            self._session.redone.saved(step)
         self._should_stop |= is_taken and self._options.stop_after_save and is_emergency
         if self._answered is not None and is_taken and due.request_id:
             self._answered.set()
@@ -709,7 +707,7 @@ class Guard:
         with self._reporter.lock:
             self._session.start.loaded(loaded)
             self._agreement.begin(step)
-            self._redone.begin(step)
+            self._session.redone.begin(step)
             self._reporter.started(step)
 
     def _manifest(self, due: Due, step: int, start_id: str) -> RankManifest:
@@ -720,7 +718,7 @@ class Guard:
             files=[],
             request_id=due.request_id,
             start_id=start_id,
-            health={**self._health.evaluate(step), **self._redone.facts},
+            health={**self._health.evaluate(step), **self._session.redone.facts},
             **self._ranks.in_manifest(),
         )
 
@@ -733,7 +731,7 @@ class Guard:
         with self._reporter.lock:
             step = int(self._agreement.step)
             self._reporter.tick(step, self._polls)
-        self._redone.tick()
+        self._session.redone.tick()
         self._pauses.tick(step, self._polls, self._session.welcome.grace_s)
         # The daemon records a resume with its first new step, and the power may be cut right after it.
         is_watchful = self._reporter.awaits_step
