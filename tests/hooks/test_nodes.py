@@ -111,7 +111,7 @@ class Rank:
             if due is not None:
                 self.saved.append((due.request_id, step))
                 answer = Sealed(step, f"step-{step}", 0.0, 1, due.request_id)
-                agreement.done(due, step, answer)
+                agreement.done(due.request_id, step, answer)
 
 
 class Job:

@@ -161,7 +161,7 @@ def test_a_failed_agreement_is_repeated_under_another_id(how: str) -> None:
         agreement.target(Target("r1", 5))
         due = agreement.decide(5)
         assert due is not None
-        agreement.done(due, 5, Failed("r1", 5, "the disk is full"))
+        agreement.done("r1", 5, Failed("r1", 5, "the disk is full"))
     elif how == "withdrawn":
         agreement.withdraw("r1")
     else:
@@ -207,7 +207,7 @@ def test_the_wait_for_a_request_is_counted_in_looks() -> None:
             self.looks += 1
             if self.looks == 3:
                 agreement.request(Request("r1", "test", 100.0))
-                agreement.done(Due("emergency", "r1"), 5, sealed)
+                agreement.done("r1", 5, sealed)
             return predicate()
 
     agreement._changed = condition = Condition()

@@ -646,6 +646,7 @@ def test_a_rollback_can_skip_the_batches_since_the_checkpoint(
             daemon.restorable = lambda found=found: (found, 4)
         if not guard.healthy:
             assert guard.rollback(skip_batches=True) == 4
+            assert not state.keeps_loaders, "a later load restores them"
             assert [model.bias.item()] == saved
         if len(seen) == 8:
             assert guard.save(6)
@@ -780,8 +781,10 @@ def test_a_wrapped_loader_has_the_attributes_of_the_loader() -> None:
         loader.nonsense  # noqa: B018
 
 
-def test_a_loss_with_its_graph_is_read_without_a_warning() -> None:
-    """Scripts pass such a loss, and a warning may be an error, as in this test."""
+def test_the_health_of_a_checkpoint_has_the_finite_numbers() -> None:
+    """Others are left out.  A loss with its graph causes no warning, which may be an error, as here."""
+    odd = {"accuracy": 0.5, "norm": float("inf"), "name": "x"}
+    assert health_of(float("nan"), odd) == {"loss_is_finite": 0.0, "accuracy": 0.5}
     weight = torch.ones(1, requires_grad=True)
     assert health_of(weight.sum() * 2, {"norm": weight * 3}) == {
         "loss": 2.0,

@@ -25,23 +25,17 @@ from swansong.state import RandomSource
 from swansong.torch import TrainingState
 
 try:
-    from lightning.fabric import Fabric
-    from lightning.fabric.strategies import (
-        DDPStrategy,
-        ModelParallelStrategy,
-        SingleDeviceStrategy,
-    )
+    from lightning.fabric import Fabric, strategies
 except ImportError:  # the older name of the package
-    from lightning_fabric import Fabric
-    from lightning_fabric.strategies import (
-        DDPStrategy,
-        ModelParallelStrategy,
-        SingleDeviceStrategy,
-    )
+    from lightning_fabric import Fabric, strategies
 
 __all__ = ["attach"]
 
-_STRATEGIES = SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy
+_STRATEGIES = (
+    strategies.SingleDeviceStrategy,
+    strategies.DDPStrategy,
+    strategies.ModelParallelStrategy,
+)
 
 
 def attach(

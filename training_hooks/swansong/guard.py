@@ -127,8 +127,6 @@ class Guard:
         state.ranks = ranks
         state.rehearse()
         self._state = state
-        has_boundary = type(state).note_boundary is not Snapshots.note_boundary
-        self._note_boundary = state.note_boundary if has_boundary else None
         self._saver = Saver(self._snapshot, in_background=state.in_background)
         self._health = LossMonitor(options.spike)
         self._rollbacks: list[int] = []
@@ -153,8 +151,6 @@ class Guard:
         self._use(DaemonSession(ranks, options, self._tick))
         self._reports = 0
         """Number of calls of :meth:`step`: its step number may stay the same."""
-        self._noted_report = 0
-        """The last one at which the state has noted its boundary: only a daemon asks for it."""
         state.count_steps_with(lambda: self._reports)
         self._pauses = PauseWatch()
         self._session.channel.start()
@@ -223,9 +219,7 @@ class Guard:
 
     def _record(self, step: int, loss: Any) -> None:
         """Note what only checkpoints need; without a daemon there are none."""
-        if self._note_boundary is not None:
-            self._note_boundary()
-            self._noted_report = self._reports
+        self._state.note_boundary()
         health = self._health
         # A comparison with NaN is false.
         if isinstance(loss, float) and (step >= health.judge_at or not MIN <= loss <= health.limit):
@@ -280,7 +274,7 @@ class Guard:
         With several ranks, the block must end in the step in which it began.
         """
         if self._critical_depth == 0:
-            self._is_whole_after_block = self._is_at_boundary()
+            self._is_whole_after_block = self._state.is_at_boundary()
         self._critical_depth += 1
         try:
             yield
@@ -389,15 +383,17 @@ class Guard:
             raise RestoreError("rollback failed: no daemon is connected")
         if not self._saver.wait(CLOSE_PATIENCE_S):
             raise RestoreError("rollback failed: the last checkpoint is still being written")
+        if skip_batches and not self._state.has_loaders:
+            raise ValueError(
+                "skip_batches=True needs a swansong.torch.TrainingState with a ResumableLoader"
+            )
         begun_mono_s = time.monotonic()
-        with (
-            self._state.keeping_loaders() if skip_batches else contextlib.nullcontext(),
-            self._loading(),
-        ):
+        with self._loading():
             answer = self._session.restore.find_healthy(
                 at_step=at_step, before_step=self._health.suspect_from(at_step)
             )
             self._count_rollback(answer.step, tries)
+            self._state.keeps_loaders = skip_batches
             manifest = self._load(answer, time.monotonic() - begun_mono_s)
         log.warning("rolled back from step %s to step %s", at_step, manifest.step)
         self._health.reset()
@@ -541,13 +537,9 @@ class Guard:
                 self._is_prepared = True
                 self._state.prepare_copy()
 
-    def _is_at_boundary(self) -> bool:
-        is_noted = self._note_boundary is None or self._noted_report == self._reports
-        return is_noted and self._state.is_at_boundary()
-
     def _is_between_steps(self) -> bool:
         is_in_block = self._critical_depth > 0
-        is_between = self._is_whole_after_block if is_in_block else self._is_at_boundary()
+        is_between = self._is_whole_after_block if is_in_block else self._state.is_at_boundary()
         if not is_between and not self._has_polled_early:
             self._has_polled_early = True
             log.warning(
@@ -780,11 +772,7 @@ class Guard:
         )
         if self._can_lose_ranks:
             waits = agree_to_wait(
-                self._ranks,
-                session.start.id,
-                staging=session.welcome.staging,
-                secret=session.welcome.naming_secret,
-                is_requested=bool(request_id),
+                self._ranks, session.start.id, session.welcome, is_requested=bool(request_id)
             )
             if not waits:
                 return False
@@ -799,12 +787,9 @@ class Guard:
 
     def _save_last_step(self) -> None:
         """Save the last step without the ranks that are lost; they do not answer any more."""
-        staging, start_id, step = (
-            self._session.staging,
-            self._session.start.id,
-            int(self._agreement.step),
-        )
-        if staging is None or not start_id or step < 0 or self._session.is_fenced:
+        session, step = self._session, int(self._agreement.step)
+        start_id = session.start.id
+        if session.staging is None or not start_id or step < 0 or session.is_fenced:
             return
         with self._leaving:
             if self._has_left:
@@ -818,8 +803,7 @@ class Guard:
                     self._ranks,
                     self._manifest(due, step, start_id),
                     self._agreement,
-                    staging=staging,
-                    secret=self._session.welcome.naming_secret,
+                    session.welcome,
                 )
 
     def _end(self, reason: str) -> None:

@@ -236,6 +236,10 @@ class Snapshots:
 
     A framework may keep the position of its data, and change the objects before it loads a checkpoint.
     """
+    has_loaders = False
+    """Whether there is a loader whose position a rollback may keep."""
+    keeps_loaders = False
+    """Whether the next ``load`` leaves the positions of the loaders as they are."""
     takes_code = False
     """Whether the checkpoints of the run are signed, so that code in them comes from the run."""
     ranks = Ranks()
@@ -288,16 +292,6 @@ class Snapshots:
     def is_at_boundary(self) -> bool:
         """Whether the state is still that of the last step, as far as it can be seen."""
         return True
-
-    def keeping_loaders(self) -> contextlib.AbstractContextManager[None]:
-        """While the context is open, ``load`` leaves the positions of the loaders as they are.
-
-        Raises:
-            ValueError: the state contains no loader whose position could stay.
-        """
-        raise ValueError(
-            "skip_batches=True needs a swansong.torch.TrainingState with a ResumableLoader"
-        )
 
     def digests(self, *, with_weights: bool) -> dict[str, Any]:  # noqa: ARG002 - this state has none
         """Digests of what the last step has used, by name; see :mod:`swansong._checkpoint.redone`.

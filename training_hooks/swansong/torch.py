@@ -19,7 +19,6 @@ consists of safetensors and JSON files with checksums: it cannot run code, and a
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import random
@@ -27,7 +26,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +166,7 @@ class TrainingState(Divisible):
                     " wrap it in a class that has both, or use a list, dict or array"
                 )
         self._resize = resize
-        self._keeps_loaders = False
+        self.has_loaders = bool(of_kind(self._objects, ResumableLoader))
         self._end_of_loop = EndOfLoop({**self._objects, _VALUES: self.values})
         self._arenas = Arenas()
         self._watch: OrderWatch | None = None
@@ -183,7 +182,8 @@ class TrainingState(Divisible):
         self._compile_cache: CompileCache | None = None
 
     def count_steps_with(self, completed_steps: Callable[[], int]) -> None:
-        """Give the loaders the function that returns the number of reported steps."""
+        """Give the function that returns the number of reported steps to all that compare it."""
+        self._boundary.completed_steps = completed_steps
         for loader in of_kind(self._objects, ResumableLoader).values():
             loader.completed_steps = completed_steps
             ResumableLoader.saved.add(loader)
@@ -489,17 +489,6 @@ class TrainingState(Divisible):
 
     # ------------------------------------------------------------ loading
 
-    @contextlib.contextmanager
-    def keeping_loaders(self) -> Iterator[None]:
-        """While the context is open, :meth:`load` leaves each :class:`ResumableLoader` as it is."""
-        if not of_kind(self._objects, ResumableLoader):
-            raise ValueError("skip_batches=True needs a ResumableLoader in the TrainingState")
-        self._keeps_loaders = True
-        try:
-            yield
-        finally:
-            self._keeps_loaders = False
-
     def load(self, directory: Path) -> None:
         """Load all objects, values and generators.
 
@@ -511,6 +500,7 @@ class TrainingState(Divisible):
                 state may be half loaded.
         """
         arrived, self._arrived = self._arrived, None
+        keeps_loaders, self.keeps_loaders = self.keeps_loaders, False
         if arrived is not None:
             arrived.close()
         found = None if arrived is None else arrived.checked(directory)
@@ -541,7 +531,7 @@ class TrainingState(Divisible):
                 saved.load_module(name, item)
             elif name not in in_others:
                 saved.load_optimizer(name, item)
-            elif self._keeps_loaders and isinstance(item, ResumableLoader):
+            elif keeps_loaders and isinstance(item, ResumableLoader):
                 continue
             elif (is_resized or is_new) and self._is_per_rank(name):
                 if is_resized:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from swansong._checkpoint.staging import write_checkpoint
 from swansong._log import log
-from swansong._ranks.agreement import Agreement, Due
+from swansong._ranks.agreement import Agreement
 from swansong.layout import RankManifest
 from swansong.protocol import Failed, Sealed
 
@@ -45,7 +45,7 @@ class _Save:
     def taken(self, answer: Sealed | Failed | None) -> None:
         """Record in the agreement that the checkpoint is taken; see :meth:`Agreement.done`."""
         manifest = self.manifest
-        self.agreement.done(Due(manifest.kind, manifest.request_id), manifest.step, answer)
+        self.agreement.done(manifest.request_id, manifest.step, answer)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from swansong._checkpoint.saver import Saver
 from swansong._log import log
-from swansong._ranks.agreement import Agreement, Due, Ranks
+from swansong._ranks.agreement import Agreement, Ranks
 from swansong._ranks.job_store import (
     STORE_PREFIX,
     JobStore,
@@ -23,7 +23,7 @@ from swansong._ranks.job_store import (
 )
 from swansong._ranks.survivors import Survivors, agree, named
 from swansong.layout import RankManifest
-from swansong.protocol import Failed
+from swansong.protocol import Failed, Welcome
 from swansong.state import Snapshots
 
 CONNECT_LIMIT_S = 5.0
@@ -50,9 +50,7 @@ def save_without_lost_ranks(
     ranks: Ranks,
     manifest: RankManifest,
     agreement: Agreement,
-    *,
-    staging: str,
-    secret: str,
+    welcome: Welcome,
 ) -> bool:
     """Save the state of the last step together with all other living ranks; raises nothing.
 
@@ -61,8 +59,7 @@ def save_without_lost_ranks(
         ranks: position of this process in the job.
         manifest: all of the rank manifest but ``files``, as for a save with all ranks.
         agreement: of this rank; gets the result.
-        staging: staging directory of the run.
-        secret: for the names of the set and of the store.
+        welcome: of the daemon, with the staging directory of the run.
 
     Returns:
         True if this rank's part is in staging.
@@ -70,7 +67,7 @@ def save_without_lost_ranks(
     step, start_id = manifest.step, manifest.start_id
     try:
         state.return_to_boundary()
-        found = _agree(ranks, start_id, step, staging, secret)
+        found = _agree(ranks, start_id, step, welcome)
         if found is None or ranks.rank not in found.nodes:
             why = "all ranks are alive" if found is None else "the others have decided without it"
             log.info("rank %s does not save its last step %s: %s", ranks.rank, step, why)
@@ -83,31 +80,30 @@ def save_without_lost_ranks(
     except Exception as error:
         reason = f"no checkpoint without the lost ranks: {first_line(error)}"
         log.warning("step %s: %s", step, reason)
-        due = Due(manifest.kind, manifest.request_id)
-        agreement.done(due, step, Failed(due.request_id, step, reason))
+        request_id = manifest.request_id
+        agreement.done(request_id, step, Failed(request_id, step, reason))
         return False
     log.warning("saving step %s without rank %s", step, named(lost))
     manifest = dataclasses.replace(manifest, **place.in_manifest(), without_ranks=named(lost))
-    nonce = ranks.nonce(start_id, step, f"without {named(lost)}", secret)
-    return Saver(lambda: write, in_background=False).save(agreement, staging, nonce, manifest)
+    nonce = ranks.nonce(start_id, step, f"without {named(lost)}", welcome.naming_secret)
+    saver = Saver(lambda: write, in_background=False)
+    return saver.save(agreement, welcome.staging, nonce, manifest)
 
 
-def agree_to_wait(
-    ranks: Ranks, start_id: str, *, staging: str, secret: str, is_requested: bool
-) -> bool:
+def agree_to_wait(ranks: Ranks, start_id: str, welcome: Welcome, *, is_requested: bool) -> bool:
     """Whether the ranks of this VM that got SIGTERM wait for a request; raises nothing.
 
     One of them may get the request a little too late.  The first rank decides for all, by whether it has one.
     """
     try:
-        store = _store_of_vm(ranks, start_id, staging, secret)
+        store = _store_of_vm(ranks, start_id, welcome)
         return store.compare_set("waits", "", str(is_requested)) == str(True).encode()
     except Exception as error:
         log.info("this rank decides alone about its end: %s", first_line(error))
         return is_requested
 
 
-def _agree(ranks: Ranks, start_id: str, step: int, staging: str, secret: str) -> Survivors | None:
+def _agree(ranks: Ranks, start_id: str, step: int, welcome: Welcome) -> Survivors | None:
     """Agree with the living ranks of all VMs or, if the job's store is lost, with those of this VM."""
     if ranks.nodes > 1:
         try:
@@ -118,12 +114,12 @@ def _agree(ranks: Ranks, start_id: str, step: int, staging: str, secret: str) ->
                 "the store of the job is lost, too: %s; only the ranks of this VM agree",
                 first_line(error),
             )
-    return agree(_store_of_vm(ranks, start_id, staging, secret), "survivors", ranks, step)
+    return agree(_store_of_vm(ranks, start_id, welcome), "survivors", ranks, step)
 
 
-def _store_of_vm(ranks: Ranks, start_id: str, staging: str, secret: str) -> JobStore:
-    name = f"{STORE_PREFIX}{ranks.nonce(start_id, 0, 'survivors', secret)}"
-    return open_vm_store(staging, name, CONNECT_LIMIT_S)
+def _store_of_vm(ranks: Ranks, start_id: str, welcome: Welcome) -> JobStore:
+    nonce = ranks.nonce(start_id, 0, "survivors", welcome.naming_secret)
+    return open_vm_store(welcome.staging, f"{STORE_PREFIX}{nonce}", CONNECT_LIMIT_S)
 
 
 def _refusal(lost: list[int], missing: list[str]) -> str:

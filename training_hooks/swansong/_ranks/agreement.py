@@ -390,17 +390,17 @@ class Agreement:
             return None
         return active.due
 
-    def done(self, due: Due, step: int, answer: Sealed | Failed | Declined | None) -> None:
+    def done(self, request_id: str, step: int, answer: Sealed | Failed | Declined | None) -> None:
         """Record that the checkpoint was taken, or failed.
 
         Args:
-            due: the checkpoint.
+            request_id: of the request that it answers; empty without one.
             step: last completed step.
             answer: for the daemon, now and when it repeats the request.  None if another rank of this VM will
                 seal the set, or if the state is only copied and :meth:`report` will follow.
         """
         with self._changed:
-            active = self._find(due.request_id)
+            active = self._find(request_id)
             if answer is not None:
                 self._answer(answer)
             elif active is not None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ class StepBoundary:
     """
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
+        self.completed_steps: Callable[[], int] = lambda: 0
+        """Returns the number of reported steps: without a daemon, none of them is noted."""
         self._loaders = of_kind(objects, ResumableLoader).values()
         self._optimizers = optimizers_of(objects).values()
         self._parameters = [
@@ -46,14 +48,16 @@ class StepBoundary:
 
     def is_here(self) -> bool:
         """Whether nothing has changed since the last :meth:`note`."""
-        return self._noted is None or self._noted == self._look()
+        if self._noted is None:
+            return not self.completed_steps()
+        return self._noted == self._look()
 
     def _look(self) -> list[int]:
-        drawn = [loader.drawn for loader in self._loaders]
-        drawn += map(steps_of, self._optimizers)
+        found = [self.completed_steps(), *(loader.drawn for loader in self._loaders)]
+        found += map(steps_of, self._optimizers)
         for each in self._parameters:
-            drawn += (each._version, each.data_ptr())  # noqa: SLF001 - torch documents no other counter
-        return drawn
+            found += (each._version, each.data_ptr())  # noqa: SLF001 - torch documents no other counter
+        return found
 
 
 def _some(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
