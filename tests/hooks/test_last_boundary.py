@@ -6,14 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from swansong._torch.last_boundary import LastBoundary
+from swansong.torch import ResumableLoader
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from swansong._torch.last_boundary import LastBoundary  # noqa: E402
-from swansong.torch import ResumableLoader  # noqa: E402
-from torch import nn  # noqa: E402
-
-from testkit.training_parts import DEVICE  # noqa: E402
+from testkit.training_parts import DEVICE
 
 
 class Loop:

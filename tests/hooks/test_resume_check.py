@@ -446,24 +446,6 @@ def test_a_run_that_does_not_begin_checks_nothing(tmp_path: Path) -> None:
     assert (output, protocol.CHECK_ENV in log) == ([], False)
 
 
-def test_a_check_ends_with_a_notice(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nothing is trained yet, so the time of a notice belongs to the others on the VM.
-
-    Trainers often ignore SIGTERM, and their children inherit this.
-    """
-    monkeypatch.setattr(sys, "orig_argv", ["", "-c", "import signal; signal.pause()"])
-    monkeypatch.setenv(protocol.CHECK_ENV, "1")
-    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        check_command(1, lambda: True)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert "the check was ended" in caplog.text
-
-
 def test_a_notice_ends_the_check_of_a_fresh_run(
     daemon: FakeDaemon,
     attach: Attach,
@@ -471,18 +453,25 @@ def test_a_notice_ends_the_check_of_a_fresh_run(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The daemon sends it to a trainer that has not trained a step; the trainer then answers it."""
+    """The daemon sends it to a trainer that has not trained a step; the trainer then answers it.
+
+    Trainers often ignore SIGTERM, and their children inherit this.
+    """
     started = tmp_path / "started"
     command = f"import signal; open({str(started)!r}, 'w'); signal.pause()"
     monkeypatch.setattr(sys, "orig_argv", ["", "-c", command])
     monkeypatch.setenv(protocol.CHECK_ENV, "1")
     monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
-    guard = attach(save=lambda directory: (directory / "t").write_text("1"), load=lambda _: None)
-    restoring = threading.Thread(target=guard.restore)
-    restoring.start()
-    until(started.exists)
-    daemon.request(seconds_left=100.0)
-    restoring.join(60)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        guard = attach(save=lambda place: (place / "t").write_text("1"), load=lambda _: None)
+        restoring = threading.Thread(target=guard.restore)
+        restoring.start()
+        until(started.exists)
+        daemon.request(seconds_left=100.0)
+        restoring.join(60)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert not restoring.is_alive()
     assert "the check was ended" in caplog.text
     guard.step(1)

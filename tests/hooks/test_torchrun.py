@@ -123,7 +123,6 @@ def two_ranks(python: str, daemon: FakeDaemon, directory: Path, *arguments: str)
 
 @pytest.fixture
 def torchrun(daemon: FakeDaemon, tmp_path: Path, warm_python: str) -> Iterator[Torchrun]:
-    pytest.importorskip("torch")
     job = two_ranks(warm_python, daemon, tmp_path)
     yield job
     job.kill()
@@ -165,7 +164,6 @@ def test_torchrun_kills_after_its_shutdown_timeout(
     daemon: FakeDaemon, tmp_path: Path, warm_python: str
 ) -> None:
     """A rank that ignores SIGTERM may step and save until that timeout."""
-    pytest.importorskip("torch")
     job = two_ranks(warm_python, daemon, tmp_path, "ignore SIGTERM")
     try:
         job.wait_ranks()
@@ -223,7 +221,6 @@ def agent(python: str, daemon: FakeDaemon, script: Path, port: int, *, is_host: 
 @pytest.mark.fault("T12")
 def test_a_live_job_shrinks_and_grows_again(tmp_path: Path, warm_python: str) -> None:
     """A VM is lost and another one joins: the survivor's torchrun continues, and all ranks save together."""
-    pytest.importorskip("torch")
     script = tmp_path / "train.py"
     script.write_text(ELASTIC)
     with socket.socket() as free:
