@@ -593,12 +593,10 @@ class World:
         """The VM of the current thread."""
         return self.vms[self.schedule.current.group.partition("-")[0]]
 
-    def sealing(
-        self, directory: str, nonce: str, manifest: Any, save: Any, *, durable: bool
-    ) -> staging.Written:
+    def sealing(self, directory: str, nonce: str, manifest: Any, save: Any) -> staging.Written:
         """Write a checkpoint, and note whether it must survive a power cut."""
         vm, training = self.vm, self.vm.training
-        written = staging.write_checkpoint(directory, nonce, manifest, save, durable=durable)
+        written = staging.write_checkpoint(directory, nonce, manifest, save)
         if written.is_sealed and training is not None:
             vm.unsynced += 1
             if manifest.kind != "emergency":

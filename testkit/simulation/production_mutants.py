@@ -56,7 +56,7 @@ MUTANTS = (
     Mutant("swansongd.staging.prepare", "        os.fsync(staging_fd)\n", ""),
     Mutant("swansong.openat", "            if durable:\n                os.fsync(fd)\n", ""),
     Mutant("swansong.openat", "    if durable:\n        os.fsync(dir_fd)\n", ""),
-    Mutant("swansong._checkpoint.saver", 'durable=manifest.kind != "emergency"', "durable=False"),
+    Mutant("swansong._checkpoint.staging", 'manifest.kind != "emergency"', "False"),
     Mutant("swansong_bucket.runs.commit",
            "    return claim is not None and claim.start in starts", "    return claim is not None"),
     Mutant("swansong_bucket.runs.commit", "    if newest > claim.generation:\n        newer",

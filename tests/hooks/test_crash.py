@@ -21,7 +21,7 @@ from pathlib import Path
 from swansong._checkpoint.staging import finish, write_checkpoint
 from swansong.layout import RankManifest
 
-staging_root, durable, survivor = sys.argv[1], sys.argv[2] == "durable", int(sys.argv[3])
+staging_root, kind, survivor = sys.argv[1], sys.argv[2], int(sys.argv[3])
 COUNTED = {
     "open", "os.mkdir", "os.rename", "os.link", "os.chmod", "os.listdir", "os.scandir", "os.remove",
     "os.rmdir", "os.truncate",
@@ -62,10 +62,9 @@ def write(some):
     for step in (1, 2):
         for rank in some:
             manifest = RankManifest(
-                run="r", step=step, kind="final", files=[], rank=rank,
-                world_size=2, local_world_size=2,
+                run="r", step=step, kind=kind, files=[], rank=rank, world_size=2, local_world_size=2
             )
-            write_checkpoint(staging, f"nonce{step}", manifest, save, durable=durable)
+            write_checkpoint(staging, f"nonce{step}", manifest, save)
 
 sys.addaudithook(audit)
 n = 0
@@ -113,16 +112,14 @@ def final_files(partial: Path) -> list[Path]:
 
 
 @pytest.mark.fault("T03", "D05")
-@pytest.mark.parametrize(("durable", "survivor"), [("durable", -1), ("quick", 0), ("quick", 1)])
-def test_whenever_it_dies_what_is_sealed_is_whole(
-    tmp_path: Path, durable: str, survivor: int
-) -> None:
+@pytest.mark.parametrize(("kind", "survivor"), [("final", -1), ("emergency", 0), ("emergency", 1)])
+def test_whenever_it_dies_what_is_sealed_is_whole(tmp_path: Path, kind: str, survivor: int) -> None:
     """After a kill before each operation of a save, every sealed set in staging is complete.
 
     And what has its final name is whole: the daemon may have stored it by then.  One of the two ranks may
     survive.
     """
-    points = json.loads(output_of("-c", HARNESS, tmp_path, durable, survivor))
+    points = json.loads(output_of("-c", HARNESS, tmp_path, kind, survivor))
     assert points > 20 * (2 - (survivor >= 0))
     sealed_sets = []
     early: list[Path] = []

@@ -52,7 +52,7 @@ for rank in (0, 1):
     manifest = RankManifest(
         run="run", step=3, kind="periodic", files=[], rank=rank, world_size=2, local_world_size=2
     )
-    written = write_checkpoint(staging, "n", manifest, save, durable=False)
+    written = write_checkpoint(staging, "n", manifest, save)
     stop("sealed" if written.is_sealed else "one rank is done")
 """
 STOPS = [
@@ -227,7 +227,7 @@ staging, nonce = arguments
 manifest = RankManifest(run="run", step=3, kind="periodic", files=[])
 try:
     written = write_checkpoint(
-        staging, nonce, manifest, lambda directory: (directory / "model").touch(), durable=False
+        staging, nonce, manifest, lambda directory: (directory / "model").touch()
     )
     show([written.is_sealed, written.directory])
 except OSError as error:

@@ -36,7 +36,6 @@ written = write_checkpoint(
     "n",
     RankManifest(run="run", step=66, kind="final", files=[]),
     Bundle({"counter": Counter(66)}).save,
-    durable=False,
 )
 daemon.restorable = lambda: (daemon.staging / written.directory, 66)
 show(daemon.path)

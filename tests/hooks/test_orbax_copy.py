@@ -43,7 +43,6 @@ def test_the_daemon_accepts_copies_of_orbax_files(
         "n",
         manifest,
         lambda target: orbax._copy_step(step.parent, 7, target),
-        durable=False,
     )
     scanner = Scanner(
         run, allowed_uids=frozenset({os.geteuid()}), settle_s=0.0, monotonic=lambda: 0.0

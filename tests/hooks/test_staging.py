@@ -42,7 +42,7 @@ def test_only_finished_files_have_their_final_name(tmp_path: Path) -> None:
         assert begun == MANIFEST
         (directory / "index").write_bytes(b"now")
 
-    written = write_checkpoint(str(tmp_path), "n", MANIFEST, save, durable=False)
+    written = write_checkpoint(str(tmp_path), "n", MANIFEST, save)
     assert written.is_sealed
     assert written.size_bytes == 4
     sealed = tmp_path / written.directory
@@ -75,7 +75,7 @@ def test_moving_changes_no_file(tmp_path: Path) -> None:
         finish(directory / "a")
         seen.append((tmp_path / PARTIAL / "rank-00000" / "a").stat())
 
-    written = write_checkpoint(str(tmp_path), "n", MANIFEST, save, durable=True)
+    written = write_checkpoint(str(tmp_path), "n", MANIFEST, save)
     after = (tmp_path / written.directory / "rank-00000" / "a").stat()
     (before,) = seen
     assert (before.st_ino, before.st_size, before.st_mtime_ns, before.st_mode) == (
@@ -132,7 +132,7 @@ def test_a_file_that_may_not_be_uploaded_fails_the_save(
 ) -> None:
     """finish() refuses links and invalid names, and the partial set is removed."""
     with pytest.raises(ValueError, match=reason):
-        write_checkpoint(str(tmp_path), "n", MANIFEST, put, durable=False)
+        write_checkpoint(str(tmp_path), "n", MANIFEST, put)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -177,7 +177,7 @@ while not is_over:
     staging.mkdir()
     manifest = RankManifest(run="r", step=3, kind="final", files=[])
     try:
-        write_checkpoint(str(staging), "n", manifest, save, durable=False)
+        write_checkpoint(str(staging), "n", manifest, save)
     except StopIteration:
         is_over = True
     except (OSError, ValueError):

@@ -156,7 +156,7 @@ def test_the_hooks_and_the_scan_agree_on_final_files(run: Path, scanner: Scanner
         early.extend(scanner.scan().growing)
         write_files(directory, {"index": b"whole"})
 
-    write_checkpoint(str(run), "n1", manifest, save, durable=False)
+    write_checkpoint(str(run), "n1", manifest, save)
     (growing,) = early
     (sealed,) = scanner.scan().staged
     assert (growing.id, growing.request_id) == (sealed.id, "q")

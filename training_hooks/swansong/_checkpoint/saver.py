@@ -190,9 +190,7 @@ class Saver:
     def _write(self, save: _Save, write: Callable[[Path], object]) -> None:
         manifest = save.manifest
         try:
-            written = write_checkpoint(
-                save.staging, save.nonce, manifest, write, durable=manifest.kind != "emergency"
-            )
+            written = write_checkpoint(save.staging, save.nonce, manifest, write)
         except _HARMLESS:
             raise
         except BaseException as error:

@@ -56,28 +56,23 @@ class Written:
 
 
 def write_checkpoint(
-    staging: str,
-    nonce: str,
-    manifest: RankManifest,
-    save: Callable[[Path], object],
-    *,
-    durable: bool,
+    staging: str, nonce: str, manifest: RankManifest, save: Callable[[Path], object]
 ) -> Written:
     """Write this rank's part of a checkpoint, and seal the set if it is the last one.
 
     Args:
         staging: staging directory of the run; must exist.
         nonce: the same for all ranks that save this set.
-        manifest: all of the rank manifest but ``files``.
+        manifest: all of the rank manifest but ``files``.  A set survives a crash of the operating system
+            (fsync), but for an emergency: the VM is terminated.
         save: writes the rank's files into a given directory, and may :func:`finish` them one by one.
-        durable: whether the set must survive a crash of the operating system (fsync).
 
     Raises:
         OSError: the file system returned an error.
         Exception: ``save`` raised it.  In both cases the partial directory is removed.
     """
     name = layout.sealed_name(manifest.step, nonce)
-    partial = layout.partial_name(name)
+    partial, durable = layout.partial_name(name), manifest.kind != "emergency"
     with held(openat.open_directory(staging)) as run_fd:
         size_bytes = _sealed_size_bytes(name, run_fd, manifest.rank)
         if size_bytes is not None:
