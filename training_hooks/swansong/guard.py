@@ -212,13 +212,13 @@ class Guard:
         health.metrics = metrics
         agreement.step = step
         self._reports += 1
-        if self._session.staging is not None:
+        if self._session.welcome.staging:
             self._record(step, loss)
         if step >= agreement.attend_at:
             self._boundary(int(step))
 
     def _record(self, step: int, loss: Any) -> None:
-        """Note what only checkpoints need; without a daemon there are none."""
+        """Note what only a daemon needs: for checkpoints, and for its reports."""
         self._state.note_boundary()
         health = self._health
         # A comparison with NaN is false.
