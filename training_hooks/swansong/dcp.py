@@ -46,17 +46,10 @@ class DcpState(JointDirectory):
             raise RuntimeError(
                 "the process group does not exist any more; close the guard before destroy_process_group()"
             )
-        dcp.save(
-            self._state,
-            checkpoint_id=directory,
-            process_group=self._group,
-            no_dist=not dist.is_initialized(),
-        )
+        dcp.save(self._state, checkpoint_id=directory, **self._job())
 
     def _dcp_load(self, directory: Path) -> None:
-        dcp.load(
-            self._state,
-            checkpoint_id=directory,
-            process_group=self._group,
-            no_dist=not dist.is_initialized(),
-        )
+        dcp.load(self._state, checkpoint_id=directory, **self._job())
+
+    def _job(self) -> dict[str, Any]:
+        return {"process_group": self._group, "no_dist": not dist.is_initialized()}

@@ -42,19 +42,23 @@ class LossMonitor:
     """
 
     def __init__(self, spike: float | None = SPIKE) -> None:
-        self.loss: Any = None
-        self.metrics: Mapping[str, Any] = {}
         self.limit = MAX
-        self.judge_at = 0
-        """The next step whose loss is to be judged, even if it is a plain number within the limit."""
         self._spike = spike
         self._usual: deque[float] = deque(maxlen=_WINDOW)
+        self._has_warned = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop the last losses, but not the limit, for a rollback."""
+        self.loss: Any = None
+        self.metrics: Mapping[str, Any] = {}
+        self.judge_at = 0
+        """The next step whose loss is to be judged, even if it is a plain number within the limit."""
         self._judged_step = -1
         self._above: list[int] = []
         """The latest steps whose losses are not finite or not usual, at most :data:`_IN_A_ROW`."""
         self.is_healthy = True
         """False after a loss that is not finite, or several above the limit, until one is usual."""
-        self._has_warned = False
 
     def judge(self, step: int, loss: float) -> None:
         """Judge the loss of ``step``; a second call for the same step does nothing."""
@@ -95,11 +99,6 @@ class LossMonitor:
         """
         self.evaluate(step)
         return self._above[0] - 1 if self._above else step
-
-    def reset(self) -> None:
-        """Drop the last losses, but not the limit, for a rollback."""
-        self.loss, self.metrics = None, {}
-        self._above, self.is_healthy, self._judged_step, self.judge_at = [], True, -1, 0
 
     def resume(self, health: Mapping[str, float]) -> None:
         """Start with the limit of the checkpoint that was loaded: its losses may be unusual already."""

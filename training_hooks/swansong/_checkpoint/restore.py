@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from swansong import protocol
@@ -100,9 +100,7 @@ class RestoreClient:
                 return {"error": str(error)}
             return {}
 
-        with _agreement():
-            choice = self._choice.for_resume(choose, fetch)
-        _check_choice(choice)
+        _agreed(partial(self._choice.for_resume, choose, fetch))
         return found
 
     def _ask_first(self, arrivals: Arrivals | None, **query: Any) -> protocol.Restored:
@@ -151,9 +149,8 @@ class RestoreClient:
                 return {"error": f"rank 0: {error}"}
             return _named(found)
 
-        with _agreement():
-            choice = self._choice.for_rollback(number, at_step, before_step, choose)
-        _check_choice(choice)
+        rolled_back = partial(self._choice.for_rollback, number, at_step, before_step, choose)
+        choice = _agreed(rolled_back)
         # Each daemon drops its work on the later steps before it answers for the new start.
         self._start.begin(number)
         return _healthy(self._ask(**choice))
@@ -286,14 +283,11 @@ def _healthy(answer: protocol.Restored) -> protocol.Restored:
     return answer
 
 
-@contextlib.contextmanager
-def _agreement() -> Iterator[None]:
+def _agreed(ask: Callable[[], Choice]) -> Choice:
     try:
-        yield
+        choice = ask()
     except Exception as error:  # the job's store raises errors of many types
         raise RestoreError(f"the ranks cannot agree on a checkpoint: {error}") from error
-
-
-def _check_choice(choice: Choice) -> None:
     if "error" in choice:
         raise RestoreError(choice["error"])
+    return choice

@@ -23,6 +23,8 @@ from swansong._torch.sharding import local
 from swansong.state import set_generators, take_generators
 from swansong.torch import ResumableLoader, TrainingState
 
+_SWA = "StochasticWeightAveraging"
+
 
 @dataclass(frozen=True)
 class StateBeforeValidation:
@@ -272,7 +274,7 @@ class _Extras:
 
     def _load_schedulers(self, states: list[dict[str, Any]]) -> None:
         configs = self._trainer.lr_scheduler_configs
-        if any(getattr(each, "_scheduler_state", None) for each in _swa(self._trainer)):
+        if any(getattr(each, "_scheduler_state", None) for each in _of_kind(self._trainer, _SWA)):
             return  # the callback creates its scheduler later, and loads its state
         if len(configs) != len(states):
             raise ValueError(
@@ -307,18 +309,17 @@ class _Extras:
         set_logged(trainer, state["logged"])
         connector = trainer._logger_connector  # noqa: SLF001
         connector._first_loop_iter, connector._current_fx = progress["logging"]  # noqa: SLF001
-        for each in _swa(trainer):
+        for each in _of_kind(trainer, _SWA):
             _start_averaging_again(trainer, each)
 
 
 def _averages(trainer: pl.Trainer) -> list[Any]:
     """Return the callbacks that exchange the weights for averages during a validation."""
-    kind = getattr(pl.callbacks, "WeightAveraging", ())  # since Lightning 2.6
-    return [each for each in trainer.callbacks if isinstance(each, kind)]
+    return _of_kind(trainer, "WeightAveraging")  # since Lightning 2.6
 
 
-def _swa(trainer: pl.Trainer) -> list[Any]:
-    kind = pl.callbacks.StochasticWeightAveraging
+def _of_kind(trainer: pl.Trainer, name: str) -> list[Any]:
+    kind = getattr(pl.callbacks, name, ())
     return [each for each in trainer.callbacks if isinstance(each, kind)]
 
 
