@@ -276,7 +276,7 @@ class Committer:
         self.claimant = SimClaimant(store, record, vm)
         self._post = post
         self._after = after
-        self._wanted = ""
+        self._wanted: ClaimGeneration | None = None
         self._jobs: deque[tuple[float, Callable[[], bool]]] = deque()
 
     def read_run(self) -> None:
@@ -299,15 +299,19 @@ class Committer:
         self._add(lambda: self._claims(self.claimant.resume), 0.3)
 
     def claim(self, request: ClaimGeneration) -> None:
-        """Claim a generation; a request for another start ends its retries."""
-        self._wanted = request.start_id
+        """Claim a generation; a newer request ends its retries."""
+        self._wanted = request
 
         def claim() -> bool:
-            if self._wanted != request.start_id:
+            if self._wanted is not request:
                 return True
             return self._claims(lambda: self.claimant.claim(request), request.start_id)
 
         self._add(claim, 1.0)
+
+    def withdraw_claim(self) -> None:
+        """End the retries of the last claim."""
+        self._wanted = None
 
     def _claims(self, attempt: Callable[[], commit.Claim | None], start_id: str = "") -> bool:
         """Whether the attempt is over: it has a claim, or none is possible."""

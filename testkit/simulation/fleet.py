@@ -72,6 +72,7 @@ from swansongd.core.events import (
     TrainerLeft,
     TrainerProgress,
     TrainerSealed,
+    WithdrawClaim,
 )
 from swansongd.core.request_ids import AGAIN, FOLLOW_UP, evacuation_of
 from swansongd.core.state import Settings, StartState, State
@@ -304,6 +305,8 @@ class Vm:
                 self.committer.commit(action)
             case ClaimGeneration():
                 self.committer.claim(action)
+            case WithdrawClaim():
+                self.committer.withdraw_claim()
             case CheckComplete():
                 self.committer.check_complete(action)
             case Rescan():

@@ -79,6 +79,7 @@ from swansongd.core.events import (
     TrainerLeft,
     TrainerProgress,
     TrainerSealed,
+    WithdrawClaim,
 )
 from swansongd.core.request_ids import FOLLOW_UP, evacuation_of
 from swansongd.core.state import Settings, StartState, State
@@ -622,6 +623,8 @@ class World:
                 self.post(self._scan_result, 0.3)
             case ClaimGeneration():
                 self.committer.claim(action)
+            case WithdrawClaim():
+                self.committer.withdraw_claim()
             case SetAside(directories):
                 raise Broken(f"I18: {directories} are set aside on a single VM")
             case Prune(directories):
@@ -903,7 +906,7 @@ class World:
         return TrainerView(
             connection=rank.connection,
             pid=rank.pid,
-            process_start=rank.pid,
+            process_start=round(100 * trainer.launched_s) + rank.number,
             rank=rank.number,
             world_size=self.world_size,
             local_world_size=self.world_size,
@@ -1732,9 +1735,9 @@ class World:
             read = self.witness.sets.get(made.nonce, Point(OTHER, made.step))
         # Sets of this VM are older than a commit of the VM that has taken the run over.
         is_overtaken = made is not None and made.nonce == OTHER
-        loadable = [] if self._has_lost_record or is_overtaken else self._loadable()
+        loadable = [] if is_overtaken else self._loadable()
         self.witness.judge_safe(conclusion.evacuation_id, self.life, read, loadable)
-        if read is not None and not (is_overtaken or self._has_lost_record):
+        if read is not None and not is_overtaken:
             self._note_waiting(read)
         trainer = self.trainer
         evacuation = self.state.evacuation

@@ -27,6 +27,7 @@ from swansongd.core.events import (
     Mark,
     PredecessorDenied,
     Rescan,
+    WithdrawClaim,
 )
 from swansongd.core.starts import PREDECESSOR_SILENCE_S
 from swansongd.core.state import Predecessor
@@ -127,6 +128,8 @@ class Vm(Story):
         match action:
             case ClaimGeneration():
                 self.committer.claim(action)
+            case WithdrawClaim():
+                self.committer.withdraw_claim()
             case CommitManifest():
                 self.committer.commit(action)
             case CheckComplete():

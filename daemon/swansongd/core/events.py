@@ -486,6 +486,11 @@ class ClaimGeneration:
 
 
 @dataclass(frozen=True, slots=True)
+class WithdrawClaim:
+    """End the retries of the last ClaimGeneration."""
+
+
+@dataclass(frozen=True, slots=True)
 class CheckComplete:
     """Count the VMs whose parts are committed; always answered with PartsCounted."""
 
@@ -560,7 +565,7 @@ class Exit:
 
 Action = (
     Send | SignalTrainer
-    | StartFlush | CancelFlush | CommitManifest | ClaimGeneration
+    | StartFlush | CancelFlush | CommitManifest | ClaimGeneration | WithdrawClaim
     | CheckComplete | CheckFence | Rescan
     | SetAside | Prune | Mark | Conclude | Log | Exit
 )  # fmt: skip

@@ -174,14 +174,12 @@ def position_of(state: State) -> Position | str | None:
 def _may_be_later(state: State, start: Start) -> str:
     """A start that is known from its sets only, of which one is newer than all sets of this start.
 
-    The claim that owns the newest commit is known, also if the record of it is lost.
+    It is an earlier one if it had sealed a set before this start began.
     """
-    newest, generation = state.commits.last_complete, state.generation or 0
-    is_older = newest is not None and newest.generation < generation
-    claimed = {start.id} if newest is None or not is_older else {start.id, state.owner_of(newest)}
-    sets = state.staging.usable
+    sets, began_ns = state.staging.staged, state.began_ns(start)
     last_ns = max((each.written_ns for each in sets if each.id.start == start.id), default=0)
-    unplaced = {each.id for each in state.starts.known if not each.is_placed} - claimed
+    earlier = {each.id.start for each in sets if each.written_ns < began_ns} | {start.id}
+    unplaced = {each.id for each in state.starts.known if not each.is_placed} - earlier
     newer = (s.id.start for s in sets if s.id.start in unplaced and s.written_ns > last_ns)
     return next(newer, "")
 

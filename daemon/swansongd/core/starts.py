@@ -54,6 +54,7 @@ from swansongd.core.events import (
     Send,
     TrainerLeft,
     TrainerProgress,
+    WithdrawClaim,
 )
 from swansongd.core.state import Finishing, StartState, State
 from swansongd.core.transition import EXIT_FENCED, Transition
@@ -353,7 +354,7 @@ def record_found(
 
 
 def _see_staged(transition: Transition, staged: Staged, new: Sequence[Staged]) -> None:
-    """A start that is known from its sets only precedes those whose processes run or whose sets are newer.
+    """A start that is known from its sets only precedes those that run, began later, or have newer sets.
 
     Args:
         staged: its oldest set in staging.
@@ -367,7 +368,8 @@ def _see_staged(transition: Transition, staged: Staged, new: Sequence[Staged]) -
     later = tuple(
         start
         for start in state.starts.known
-        if start.is_live or first_ns.get(start.id, 0) > first_ns[staged.id.start]
+        if start.is_live
+        or max(first_ns.get(start.id, 0), state.began_ns(start)) > first_ns[staged.id.start]
     )
     earlier = tuple(start for start in state.starts.known if start not in later)
     is_overtaken = any(start.generation is not None for start in later)
@@ -466,13 +468,18 @@ def reconcile(transition: Transition) -> None:
     _give_start(transition)
     _finish(transition)
     state = transition.state
-    due = _due(state)
-    if due is None or due.id == state.starts.claiming or not _may_claim(transition):
+    due = _due(state, transition.now)
+    if due is not None and due.id == state.starts.retried:
+        return
+    if state.starts.retried:  # on another VM, the training may continue: this claim would fence it
+        _put(transition, replace(state.starts, retried=""))
+        transition.do(WithdrawClaim())
+    if due is None or not _may_claim(transition):
         return
     if due.nodes == 1 and _is_awaiting(transition):
         return  # a claim would fence the VM that still trains
     claims = (*_recent(transition), (due.id, transition.now))
-    _put(transition, replace(transition.state.starts, claims=claims))
+    _put(transition, replace(transition.state.starts, claims=claims, retried=due.id))
     known = [start.id for start in state.starts.known]
     later = () if due.is_live else tuple(known[known.index(due.id) + 1 :])
     claim = ClaimGeneration(due.id, due.nodes, due.process_ns, due.began_ticks, due.is_live, later)
@@ -525,25 +532,31 @@ def record_denied(transition: Transition, reason: str) -> None:
         _put(transition, replace(transition.state.starts, predecessor=None))
 
 
-def _due(state: State) -> Start | None:
-    """The oldest start that needs a generation, has none, and does not precede the claim in flight.
+def _due(state: State, now_mono_s: float) -> Start | None:
+    """The oldest start that needs a generation, has none, and does not precede the last claim.
 
     The newest start that runs needs one, and so does each start with sealed sets.  A start that has ended
     without a set needs none: its claim would fence the VM on which the training runs by then.  The first
     scan may find older ones.  While the next start waits, only sets that are sealed need one.
+
+    A start that is known from its sets only waits until a process has connected, or could have: its claim
+    would get a greater generation than the start that runs has already.
     """
     if state.staging.first_scan_mono_s is None:
         return None
     with_sets = {staged.id.start for staged in state.uncommitted}
     known, claiming = state.starts.known, state.start_of(state.starts.claiming)
-    # A claim in flight may have succeeded: an earlier start would get a greater generation.
+    # The last claim may have succeeded: an earlier start would get a greater generation.
     first = known.index(claiming) if claiming is not None and claiming.is_open else 0
+    has_just_started = arrival.has_just_started(state, now_mono_s)
+    is_alone = has_just_started and not any(start.is_live for start in known)
+    inherited = {id_.start for id_ in state.gpus.inherited} if is_alone else set()
     for start in known[first:]:
         is_newest = start is state.running and not state.starts.is_finishing
         is_needed = start.has_hooks or state.evacuation is not None  # for its farewell
         is_wanted = (is_newest and is_needed) or start.id in with_sets
         if start.generation is None and start.is_open and is_wanted:
-            return start
+            return start if start.is_placed or start.id not in inherited else None
     return None
 
 
@@ -566,6 +579,7 @@ def record_claimed(transition: Transition, event: GenerationClaimed) -> None:
     """A start has its generation, and the newest commit of the run is known."""
     start = transition.state.start_of(event.start_id)
     fenced_by = transition.state.starts.fenced_by
+    _end_retries(transition, event.start_id)
     if start is not None:
         # The claim of an earlier boot is confirmed only while it is the newest one of the run.
         is_open = start.is_open or not start.is_of_boot
@@ -583,6 +597,13 @@ def record_claimed(transition: Transition, event: GenerationClaimed) -> None:
         _put(transition, replace(transition.state.starts, fenced_by=None))
     _put(transition, replace(transition.state.starts, predecessor=None))
     commits.record_newest(transition, event)
+
+
+def _end_retries(transition: Transition, start_id: str) -> None:
+    """The claim of this start is made or refused."""
+    starts = transition.state.starts
+    if start_id == starts.retried:
+        _put(transition, replace(starts, retried=""))
 
 
 def _close_overtaken(transition: Transition, start_id: str) -> None:
@@ -712,6 +733,7 @@ def record_fence(transition: Transition, event: FenceFound) -> None:
     A start that is known from its sets only may be overtaken by a later start of this VM, whose record was
     lost: that start alone is over.
     """
+    _end_retries(transition, event.start_id)
     state, generation = transition.state, event.generation
     refused = state.start_of(event.start_id)
     if refused is not None and not refused.is_live:

@@ -53,6 +53,8 @@ class Settings:
     """Identifies this VM and boot."""
     booted_wall_ns: int = 0
     """When the VM was booted, by the clock of file times: before that, the power may have been cut."""
+    ticks_per_s: int = 100
+    """The unit in which the kernel states when a process began."""
     mtbf_s: float = 4 * 3600.0
     """Mean time between interruptions that is assumed before any was observed."""
     assumed_grace_s: float = 25.0
@@ -327,6 +329,8 @@ class StartState:
     """The start of the trainer without hooks whose process runs; empty without one."""
     claims: tuple[tuple[str, float], ...] = ()
     """The last claims that were ordered, the newest last: the start, and when."""
+    retried: str = ""
+    """The start whose claim is retried until it is made, refused or withdrawn; empty without one."""
     fenced_by: int | None = None
     """The generation that has taken the run over."""
     finishing: Finishing | None = None
@@ -346,7 +350,7 @@ class StartState:
 
     @property
     def claiming(self) -> str:
-        """The start whose claim is in flight; empty without one."""
+        """The start whose claim was ordered last, unless it is known to be made: it may be."""
         start_id = self.claims[-1][0] if self.claims else ""
         is_claimed = any(s.id == start_id and s.generation is not None for s in self.known)
         return "" if is_claimed else start_id
@@ -500,6 +504,16 @@ class State:
     def start_of(self, start_id: str) -> Start | None:
         """The start with this id, if it is known."""
         return next((start for start in self.starts.known if start.id == start_id), None)
+
+    def began_ns(self, start: Start) -> int:
+        """When the first process of a start began, by the clock of file times; 0 if it is unknown.
+
+        No set of the start was written before.
+        """
+        if start.process_ns or not start.began_ticks:
+            return start.process_ns
+        began_ns = start.began_ticks * 10**9 // self.settings.ticks_per_s
+        return self.settings.booted_wall_ns + began_ns
 
     def owner_of(self, ref: CommitRef) -> str:
         """Id of the start that wrote this commit; empty if it is unknown."""

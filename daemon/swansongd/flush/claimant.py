@@ -70,6 +70,8 @@ class Claimant:
         self._record = read_record(own_directory, keys.run, store.url)
         self.newest: ClaimObject | None = None
         """The newest claim that this life of the daemon has made or found, as it is in the store."""
+        self._requested = frozenset[str]()
+        """The start of the last request, and those that follow it on this VM, recorded or not."""
 
     @property
     def starts(self) -> tuple[Start, ...]:
@@ -79,7 +81,7 @@ class Claimant:
     @property
     def own(self) -> frozenset[str]:
         """Ids of the starts of this VM."""
-        return frozenset(each.id for each in self._record.starts)
+        return self._requested.union(each.id for each in self._record.starts)
 
     @property
     def recorded_generation(self) -> int:
@@ -145,6 +147,7 @@ class Claimant:
         one on this VM alone: a trainer in a crash loop would do so without end.
         """
         start_id, nodes = request.start_id, request.nodes
+        self._requested = frozenset((start_id, *request.later))
         held = self._ensure_not_overtaken(start_id) if nodes == 1 else 0
         start = RecordedStart(
             start_id,

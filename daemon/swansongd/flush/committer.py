@@ -121,8 +121,8 @@ class Committer:
         self._settle = settle
         self.starts = claimant.starts
         """The starts of the training that earlier lives of the daemon have recorded."""
-        self._wanted = ""
-        """The start for which a claim was requested last."""
+        self._wanted: ClaimGeneration | None = None
+        """The last claim that was requested, unless it was withdrawn."""
         self._has_read_back = False
         """Whether this daemon has read a manifest back and found the bytes that it had written."""
         self._farewells = 0
@@ -215,10 +215,15 @@ class Committer:
     def claim(self, request: ClaimGeneration) -> None:
         """Claim a generation for this start; posts GenerationClaimed or FenceFound.
 
-        A newer request for another start ends its retries.
+        A newer request ends its retries.
         """
-        self._wanted = request.start_id
+        self._wanted = request
         self._jobs.put(lambda: self._claim_for(request))
+
+    def withdraw_claim(self) -> None:
+        """End the retries of the last claim that was requested."""
+        self._wanted = None
+        self._wake.set()
 
     def check_complete(self, request: CheckComplete) -> None:
         """Count the manifests of all VMs; always posts PartsCounted."""
@@ -284,7 +289,7 @@ class Committer:
         def claim() -> None:
             self._post_claimed(self._claimant.claim(request))
 
-        self._retried(claim, lambda: self._wanted != request.start_id, request.start_id)
+        self._retried(claim, lambda: self._wanted is not request, request.start_id)
 
     def _post_claimed(self, claim: Claim) -> None:
         # After the claim: with all commits of earlier starts.

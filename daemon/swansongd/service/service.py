@@ -50,6 +50,7 @@ from swansongd.core.events import (
     StartFlush,
     StopRequested,
     Tick,
+    WithdrawClaim,
     WokeUp,
 )
 from swansongd.core.state import Predecessor, Settings, StartState, State
@@ -449,6 +450,8 @@ class Service:
                 self._committer.commit(action)
             case ClaimGeneration():
                 self._committer.claim(action)
+            case WithdrawClaim():
+                self._committer.withdraw_claim()
             case CheckComplete():
                 self._committer.check_complete(action)
             case CheckFence():
@@ -642,6 +645,7 @@ def _first_state(
         stall_min_s=config.trainer.stall_min_s,
         vm=vm,
         booted_wall_ns=boot.booted_wall_ns(),
+        ticks_per_s=os.sysconf("SC_CLK_TCK"),
     )
     predecessor = Predecessor() if config.run.handover else None
     return State(

@@ -298,7 +298,7 @@ def test_a_checkpoint_that_fits_later_is_requested_later() -> None:
 @pytest.mark.fault("T01")
 def test_without_a_trainer_the_sealed_sets_are_committed() -> None:
     """No request is made; the newest set is stored and committed, whatever the trainer has done since."""
-    story = Story(staged=[a_set(10)])
+    story = Story(staged=[a_set(10)], recorded=[Start(id="a", generation=2)])
     story.notice()
     story.scan()
     story.store_all()
@@ -339,7 +339,7 @@ def test_without_a_notice_a_flush_is_finished() -> None:
 @pytest.mark.fault("O09", "T07")
 def test_an_older_set_is_not_sent_during_the_commit_of_a_newer_one() -> None:
     """Its bytes are not worth the bandwidth, unless that commit fails."""
-    story = Story(staged=[a_set(9), a_set(10)])
+    story = Story(staged=[a_set(9), a_set(10)], recorded=[Start(id="a", generation=2)])
     story.flushed()
     assert story.flushes == [10]
     story.commit_fails(conflict=True)
@@ -420,7 +420,7 @@ def test_the_log_names_the_kind_of_a_failure() -> None:
 @pytest.mark.fault("D09", "D03")
 def test_a_void_set_is_not_tried_again() -> None:
     """A set that changed during its flush is not flushed again; an older one replaces it."""
-    story = Story(staged=[a_set(9), a_set(10)])
+    story = Story(staged=[a_set(9), a_set(10)], recorded=[Start(id="a", generation=2)])
     flight = story.flight
     story.tell(FlushFailed(flight.flush_id, "changed", void=True))
     story.wait(100)
@@ -434,7 +434,7 @@ def test_a_void_set_is_not_tried_again() -> None:
 
 def test_a_set_that_disappears_after_the_notice_is_requested_again() -> None:
     """A set that is deleted before its commit proves nothing, and another one is requested in time."""
-    story = Story(staged=[a_set(10)])
+    story = Story(staged=[a_set(10)], recorded=[Start(id="a", generation=2)])
     story.store_all()
     story.join(step=11)
     story.notice()

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import pytest
-from swansong_bucket.model import CommitRef, Position, Start
+from swansong_bucket.model import CommitRef, Parent, Position, Start
 from swansongd.core import resume
+from swansongd.core.arrival import RECONNECT_S
 from swansongd.core.events import (
+    ClaimGeneration,
+    FenceFound,
     ProcessFound,
     Prune,
     RunRead,
@@ -141,7 +144,9 @@ def test_a_start_that_has_not_reconnected_may_be_the_newest() -> None:
     story = Story(staged=[a_set(7, "old", written_ns=10)], recorded=recorded)
     story.join()
     story.starts(0)
-    newer = story.seal(10, "new", start_id="b", written_ns=20)
+    newer = story.seal(
+        10, "new", start_id="b", written_ns=20 * 10**9
+    )  # its process is the later one
     story.notice(60)
     story.accept(7)
     story.store_all()
@@ -152,6 +157,42 @@ def test_a_start_that_has_not_reconnected_may_be_the_newest() -> None:
     story.join(2, pid=200, start_id="b")
     story.store_all()
     assert story.state.commits.last == CommitRef(2, 10)
+
+
+@pytest.mark.fault("H01")
+@pytest.mark.parametrize(("written_s", "verdict"), [(10, "SAFE"), (12, "PARTIAL")])
+def test_a_start_that_began_after_a_set_of_another_start_is_the_newer_one(
+    written_s: int, verdict: str
+) -> None:
+    """The record of the claims was lost, and names no start of a set that is not the newest commit.
+
+    The process of the newest start began at 11.1 s by the clock of file times.
+    """
+    lost = [a_set(9, "of-b", start_id="b", written_ns=written_s * 10**9)]
+    story = Story(claimed=False, staged=lost)
+    story.grants = False
+    story.scan()
+    story.tell(RunRead(CommitRef(1, 10), "earlier"))
+    story.join(start_id="new")
+    story.tell(FenceFound(2, start_id="b"))
+    story.grant("new")
+    story.starts(10, start_id="new", parent=Parent("earlier", 10))
+    story.notice(60)
+    story.scan()
+    story.accept(10)
+    story.wait(60)
+    assert story.verdicts == [f"{verdict} generation 1 step 10"]
+
+
+@pytest.mark.fault("H01")
+def test_a_set_from_before_the_process_of_a_recorded_start_precedes_this_start() -> None:
+    """The next life of the daemon knows its own claim only: the older set gets no greater generation."""
+    recorded = (Start(id="new", generation=7, began_ticks=1110),)
+    lost = [a_set(20, "of-b", start_id="b", written_ns=10 * 10**9)]
+    story = Story(newest=CommitRef(1, 10), staged=lost, recorded=recorded)
+    story.wait(RECONNECT_S)
+    assert not story.all(ClaimGeneration)
+    assert [start.id for start in story.state.starts.known] == ["b", "new"]
 
 
 def test_newer_sets_of_another_start_drop_no_set_whose_place_is_unknown() -> None:

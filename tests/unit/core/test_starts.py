@@ -22,6 +22,7 @@ from swansongd.core.events import (
     RunRead,
     Send,
     StartBegun,
+    WithdrawClaim,
 )
 from swansongd.core.starts import CLAIMS_MAX, STARTS_MAX, WINDOW_S
 from swansongd.restore.downloads import BUDGET_S
@@ -104,16 +105,23 @@ def test_sets_of_an_earlier_start_are_committed_in_its_generation() -> None:
 def test_a_start_that_is_known_from_its_sets_is_older_than_one_that_runs(
     *, joins_first: bool
 ) -> None:
-    """It ran while no daemon did.  Its claim comes first, whether the hello or the scan does."""
+    """It ran while no daemon did.  Its claim comes first, whether the hello or the scan does.
+
+    Without a hello it claims once the hooks have had the time to reconnect.
+    """
     story = Story(claimed=False, staged=[a_set(40, start_id="old")])
     events = [lambda: story.join(start_id="new"), story.scan]
     for happens in events if joins_first else reversed(events):
         happens()
     assert claims(story) == ["old", "new"]
     later = [order.later for order in story.all(ClaimGeneration)]
-    assert later == [("new",) if joins_first else (), ()], "the new one may have its claim"
+    assert later == [("new",), ()], "the new one may have its claim"
     story.store_all()
     assert manifests(story) == [(2, 40)]
+    alone = Story(staged=[a_set(40, start_id="old")])
+    assert claims(alone) == []
+    alone.wait(RECONNECT_S)
+    assert claims(alone) == ["old"]
 
 
 def test_no_start_gets_a_greater_generation_than_a_later_one() -> None:
@@ -203,6 +211,7 @@ def test_a_start_that_is_known_from_its_sets_ends_no_daemon() -> None:
     story.grants = False
     story.scan()
     story.tell(RunRead(None))
+    story.wait(RECONNECT_S)
     assert claims(story) == ["old"]
     story.tell(FenceFound(3, start_id="old"))
     assert not story.all(Exit)
@@ -211,6 +220,26 @@ def test_a_start_that_is_known_from_its_sets_ends_no_daemon() -> None:
     story.commit(41, "def", start_id="new")
     assert claims(story) == ["old", "new"]
     assert story.state.commits.last_complete == CommitRef(4, 41)
+
+
+def test_the_claim_of_a_start_that_has_ended_is_withdrawn() -> None:
+    """The store is not reachable, and the training continues on another VM: the claim would fence that VM.
+
+    If the same start needs its generation again, the claim is ordered again.
+    """
+    story = Story()
+    story.grants = False
+    story.join(start_id="a")
+    story.leave(exited=False)
+    assert not story.all(WithdrawClaim), "its process runs"
+    story.leave()
+    assert len(story.all(WithdrawClaim)) == 1
+    story.seal(5, start_id="a")
+    assert claims(story) == ["a", "a"]
+    story.grant("a")
+    story.store_all()
+    assert manifests(story) == [(2, 5)]
+    assert len(story.all(WithdrawClaim)) == 1, "a claim that is made needs no withdrawal"
 
 
 def test_an_evacuation_exceeds_the_limit_by_two() -> None:

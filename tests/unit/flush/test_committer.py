@@ -262,6 +262,8 @@ def test_without_its_record_an_early_start_gets_no_second_generation(rig: Commit
         assert rig.next() == FenceFound(10, start_id="start-1")
         committer.claim(ClaimGeneration("unclaimed", is_live=False, later=("start-10",)))
         assert rig.next() == FenceFound(10, start_id="unclaimed")
+        committer.claim(ClaimGeneration("start-9", is_live=False, later=("start-10",)))
+        assert rig.next() == GenerationClaimed("start-9", 9, None), "both are of this VM"
         assert rig.claim(committer, "start-10").generation == 10
         assert rig.was_found
     assert len(stored(rig, KEYS.generations)) == 10
@@ -278,6 +280,32 @@ def test_only_a_job_over_several_vms_takes_the_run_back(rig: CommitterRig, nodes
             assert rig.next() == FenceFound(2, start_id="b")
         else:
             assert rig.next() == GenerationClaimed("b", 3, None)
+
+
+def test_without_its_record_a_start_is_not_fenced_by_its_own_claim(rig: CommitterRig) -> None:
+    """The earlier start is in the record again, and the claim of the newest one was lost from it."""
+    with rig.committer() as committer:
+        assert [rig.claim(committer, start).generation for start in ("a", "b")] == [1, 2]
+    (rig.own / "claim.json").unlink()
+    with rig.committer() as committer:
+        committer.claim(ClaimGeneration("a", is_live=False, later=("b",)))
+        assert rig.next() == GenerationClaimed("a", 1, None)
+        committer.claim(ClaimGeneration("b", is_live=False))
+        assert rig.next() == GenerationClaimed("b", 2, None)
+
+
+def test_a_withdrawn_claim_is_not_retried(rig: CommitterRig) -> None:
+    """The training has ended during an outage; the same start may claim later."""
+    with rig.committer() as committer:
+        assert committer.drain(10)
+        with rig.outage():
+            committer.claim(ClaimGeneration("a"))
+            until(rig.is_failing, what="the first failure")
+            committer.withdraw_claim()
+            assert committer.drain(10)
+        assert committer.drain(10)
+        assert not stored(rig, KEYS.generations)
+        assert rig.claim(committer, "a") == GenerationClaimed("a", 1, None)
 
 
 def test_the_claim_reports_the_newest_whole_commit_and_its_start(rig: CommitterRig) -> None:
