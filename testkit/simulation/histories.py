@@ -248,6 +248,8 @@ def fits(seed: int) -> World:
     world.run(world.now + weather.choice((1.5, 3.0, 10.0, 20.0)))
     if world.state.evacuation is not None or problem_of(world.state, world.now, Figures(), None):
         return world
+    if world.trainer is not None and world.trainer.signalled and world.trainer.is_saving:
+        return world  # it answers the signal of a withdrawn notice, after which it may end
     world.fired.add("fits")
     before, needed_s = len(world.conclusions), _needed_s(world)
     world.raise_notice(needed_s, source="deadline")

@@ -150,11 +150,15 @@ def record_newest(transition: Transition, event: events.RunRead | events.Generat
 
 
 def close_starts(transition: Transition, start_ids: Set[str]) -> None:
-    """Write no manifest for sets of these starts, and wait for no parts of their checkpoints."""
+    """Write no manifest for sets of these starts, and wait for no parts of their checkpoints.
+
+    A part that another VM has ordered before may still arrive: the checkpoint may exist.
+    """
     state, commits = transition.state, transition.state.commits
     generations = {start.generation for start in state.starts.known if start.id in start_ids}
-    is_closed = commits.last is not None and commits.last.generation in generations
-    _put(transition, replace(commits, incomplete=None if is_closed else commits.incomplete))
+    if state.part is not None and state.part.ref.generation in generations:
+        ordered = max(state.part.ref, commits.ordered or state.part.ref)
+        _put(transition, replace(commits, incomplete=None, ordered=ordered))
     drop(transition, {i.staged.id for i in commits.stored if i.staged.id.start in start_ids})
 
 

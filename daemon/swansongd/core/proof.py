@@ -73,7 +73,7 @@ def _may_stand(state: State) -> str:
         return "this VM has not taken the run over yet, so another one may commit"
     if state.commits.ordered is not None:
         return (
-            f"the manifest of {state.commits.ordered} may exist, and the store has not confirmed it"
+            f"{state.commits.ordered} may exist: the store has not confirmed all of its manifests"
         )
     return ""
 
@@ -113,13 +113,13 @@ def _later_of_other(state: State, newest: CommitRef, position: Position) -> str:
     is_suspect = first_start(start.id) in state.gpus.suspect_starts
     is_other = ordered is not None and (is_suspect or ordered.generation != start.generation)
     if ordered is not None and ordered > newest and is_other:
-        return f"the manifest of {ordered} may exist"
+        return f"{ordered} may exist"
     if newest.generation == start.generation and not is_suspect:
         return ""
     running = {process.start_id for process in state.ranks.processes}
     if any(each.is_open and each.id in running for each in state.starts.known if each is not start):
         return "a process of another start runs, which may seal a checkpoint"
-    if not state.is_scanned:
+    if not state.is_scanned or state.staging.is_settling:
         return "a set that was sealed since the last scan may be committed"
     sets = (*state.uncommitted, *(stored.staged for stored in state.commits.stored))
     others = (s.id for s in sets if s.id.start != start.id or not is_sound(s.health))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from swansong import layout
 from swansong_bucket.loss_records import History
 from swansong_bucket.model import (
     CheckpointId,
@@ -378,6 +379,11 @@ class StagingState:
         """The sealed sets of which a commit may still be made, or was made."""
         return tuple(staged for staged in self.staged if staged.id not in self.unusable)
 
+    @property
+    def is_settling(self) -> bool:
+        """Whether a set of a trainer without hooks may be written whole and still settle."""
+        return any(layout.parse_partial_name(name) is None for name in self.pending)
+
     def predates(self, staged: Staged) -> bool:
         """Whether this adopted set was begun before the first scan."""
         first_mono_s, begun_mono_s = self.first_scan_mono_s, staged.begun_mono_s
@@ -426,7 +432,8 @@ class CommitState:
     """Newest commit of this generation that is not unhealthy."""
     ordered: CommitRef | None = None
     """Newest manifest that was ordered, until one at or after its place is known to be written: whatever the
-    reply was, and whether it is still wanted, it may exist."""
+    reply was, and whether it is still wanted, it may exist.  So may a checkpoint of an earlier start over
+    several VMs of which this VM's part is written."""
 
     @cached_property
     def last(self) -> CommitRef | None:

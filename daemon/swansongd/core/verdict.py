@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from swansong import layout
 from swansong_bucket.model import Position, Verdict
 
 from swansongd.core import arrival, course, emergency, notices, planner, proof
@@ -72,8 +71,7 @@ def _may_improve(transition: Transition, evacuation: Evacuation) -> bool:
 
 def _settles(state: State, evacuation: Evacuation, now_mono_s: float) -> bool:
     """Whether a set of a trainer without hooks may settle soon; one that is torn never does."""
-    is_new = now_mono_s < evacuation.opened_mono_s + SETTLE_S
-    return is_new and any(layout.parse_partial_name(name) is None for name in state.staging.pending)
+    return now_mono_s < evacuation.opened_mono_s + SETTLE_S and state.staging.is_settling
 
 
 def _claims(state: State) -> bool:

@@ -26,6 +26,8 @@ from swansongd.core.events import (
     Mark,
     NoticeRaised,
     RunRead,
+    Scanned,
+    SignalSent,
     SignalTrainer,
 )
 from swansongd.core.gpus import KNOWN_MAX, SOURCE
@@ -95,6 +97,26 @@ def test_the_verdict_is_safe_if_no_step_is_lost() -> None:
     story.read_gpus(GpuHealth.DYING)
     story.store_all()
     assert story.conclude() == ["SAFE generation 2 step 3"]
+
+
+@pytest.mark.fault("X01")
+@pytest.mark.parametrize(("pending", "verdict"), [((), "SAFE"), (("checkpoint-4",), "PARTIAL")])
+def test_nothing_is_safe_while_a_set_of_suspect_training_settles(
+    pending: tuple[str, ...], verdict: str
+) -> None:
+    """The set that answered the signal is sound; the next VM would resume from the one after it."""
+    story = Story(signals_trainer=True)
+    story.process("process-a")
+    story.read_gpus(GpuHealth.OK)
+    story.notice(SPOT_S)
+    story.tell(SignalSent(story.last(SignalTrainer).request_id, 900))
+    story.seal(3, framework="transformers", written_ns=2)
+    story.flushed()
+    story.read_gpus(GpuHealth.DYING)
+    story.tell(Scanned(story.now, tuple(story.staging), pending=pending))
+    story.committed()
+    story.wait(SPOT_S)
+    assert story.verdicts == [f"{verdict} generation 2 step 3"]
 
 
 @pytest.mark.fault("X01")

@@ -878,6 +878,30 @@ def test_a_start_from_an_older_checkpoint_is_safe_with_its_own_commit_only(*, sa
     assert node.final == ["SAFE generation 4 step 9"]
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_part_of_an_earlier_start_may_still_become_whole(*, is_first: bool) -> None:
+    """The other VM had sent its part, and the claim of the next start preceded its arrival.
+
+    The next VM would resume from that checkpoint: nothing is SAFE or LOST before this start has committed.
+    """
+    node = started()
+    if not is_first:
+        node.seal_part(8)
+        node.complete()
+    node.seal_part(20)
+    node.commit_own_part()
+    node.begin_again()
+    parent = Parent("", 0) if is_first else Parent("first", 8)
+    node.starts(max(parent.step, 0), start_id="second", parent=parent)
+    node.notice(20)
+    for _ in range(25):
+        node.scan()
+        node.accept(max(parent.step, 0))
+        node.tell(TrainerAgreed(node.request_id, max(parent.step, 0) + 1))
+        node.wait(1)
+    assert node.final == ["PARTIAL None" if is_first else "PARTIAL generation 3 step 8"]
+
+
 @pytest.mark.parametrize(("target", "word"), [(8, "SAFE"), (10, "PARTIAL")])
 def test_the_ranks_of_other_vms_may_be_a_step_ahead(target: int, word: str) -> None:
     """The agreed step shows it: this rank accepted at 7, and the newest whole commit is of step 7."""
