@@ -218,6 +218,7 @@ class Committer:
         A newer request ends its retries.
         """
         self._wanted = request
+        self.refusal = ""  # of an earlier claim: an operator may have acted since
         self._jobs.put(lambda: self._claim_for(request))
 
     def withdraw_claim(self) -> None:
@@ -332,6 +333,8 @@ class Committer:
         while True:
             self._wake.clear()  # before the look: close() sets the stop first
             if self._stop.is_set() or is_over():
+                if not self.refusal:
+                    self._health.given_up(_CLAIM)
                 return False
             try:
                 self._store.check()

@@ -73,6 +73,12 @@ class StoreHealth:
             self._failed[operation] = reason
             self._report()
 
+    def given_up(self, operation: str) -> None:
+        """The operation is not retried any more: its last failure says nothing about the store now."""
+        with self._lock:
+            self._failed.pop(operation, None)
+            self._report()
+
     def attempted(self, began_mono_s: float, error: StoreError | None) -> None:
         """One attempt at a request ended.
 

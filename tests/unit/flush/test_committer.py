@@ -303,7 +303,7 @@ def test_a_withdrawn_claim_is_not_retried(rig: CommitterRig) -> None:
             until(rig.is_failing, what="the first failure")
             committer.withdraw_claim()
             assert committer.drain(10)
-        assert committer.drain(10)
+        assert not rig.is_failing(), "nothing needs the claim"
         assert not stored(rig, KEYS.generations)
         assert rig.claim(committer, "a") == GenerationClaimed("a", 1, None)
 
