@@ -725,8 +725,11 @@ class World:
         Unless this VM has the newest claim: then the other one was overtaken before it had resumed.
         """
         with self.schedule.outside():
-            newest = max(catalog.claimed(self._calm(self.store), RunKeys(RUN)))
-        if generation == newest:
+            keys = RunKeys(RUN)  # a foreign object below the claims is not one of them
+            listed = catalog.listing(
+                self._calm(self.store), keys.generations, keys.parse_generation
+            )
+        if generation == max(number for _, number in listed.newest):
             return
         own, last = self.vm.lines, next(reversed(self.parents), "")
         is_known = self.vm.has_trained and any(line.startswith(own) for line in self.parents)
