@@ -108,7 +108,7 @@ def objection(state: State, now_mono_s: float) -> str:
     if not state.gpus.suspect_starts.isdisjoint(running):
         failed = (describe(gpu) for gpu in state.gpus.status.values() if gpu.health.has_failed)
         return next(failed, "a GPU failed during this start of the training")
-    if running:
+    if running and all(trainer.start_id for trainer in state.connected):
         return ""
     notice = next((n for n in state.urgent_notices(now_mono_s) if n.source == SOURCE), None)
     if notice is not None:

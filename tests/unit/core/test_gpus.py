@@ -362,6 +362,19 @@ def test_no_signal_is_sent_after_a_restart() -> None:
         assert bool(after.all(SignalTrainer)) is (start_id == "process-b")
 
 
+@pytest.mark.parametrize(("name", "is_asked"), [("first", False), ("second", True)])
+def test_a_rank_is_not_asked_before_its_start_is_known(name: str, *, is_asked: bool) -> None:
+    """After a restart a rank of suspect training may connect next to a late process of another start."""
+    after = suspect().restarted()
+    after.join(7, pid=7, rank=1, ranks=2, start_id="late")
+    after.join(1, rank=1, ranks=2, start_id="")
+    after.notice(SPOT_S)
+    assert not after.all(Request)
+    after.leave(7)
+    after.join(2, pid=102, ranks=2, start_id=name)
+    assert bool(after.all(Request)) is is_asked
+
+
 def test_a_new_start_of_the_same_process_stays_suspect() -> None:
     """After a rollback it still uses the failed GPU, also if it began without a daemon."""
     story = suspect()
