@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from blake3 import blake3
 from swansong_bucket.format import manifest
@@ -77,6 +77,13 @@ def named_shard(
     return whole_shard(path, *chunks)
 
 
+def manifest_of(*shards: StoredShard, **fields: Any) -> Manifest:
+    """A manifest of the run ``r`` with these shards and fields; the others have usual values."""
+    usual: dict[str, Any] = {"run": "r", "generation": 1, "step": 100, "node": 0, "nodes": 1}
+    usual |= {"kind": CheckpointKind.PERIODIC, "nonce": "a1", "created": "2030-01-01T00:00:00Z"}
+    return Manifest(shards=shards, **(usual | fields))
+
+
 def commit(
     store: ObjectStore,
     files: Mapping[str, bytes],
@@ -120,7 +127,8 @@ def commit(
             starts = range(0, len(data), chunk_bytes)
             chunks = [stored(data[start : start + chunk_bytes]) for start in starts]
             shards.append(whole_shard(path, *chunks))
-    made = Manifest(
+    made = manifest_of(
+        *shards,
         run=run,
         generation=generation,
         step=step,
@@ -128,7 +136,6 @@ def commit(
         node=node,
         nodes=nodes,
         nonce=f"{nonce}{node}",
-        shards=tuple(shards),
         health={"loss": loss} if health is None else health,
         pace={} if pace is None else pace,
         created=created,

@@ -106,9 +106,19 @@ def record(
 
 
 def farewell(
-    store: ObjectStore, generation: int, step: int, at_s: float, *, over: bool, stamp: str = "t"
+    store: ObjectStore,
+    generation: int,
+    step: int,
+    at_s: float,
+    *,
+    over: bool,
+    stamp: str = "t",
+    verdict: Verdict = Verdict.SAFE,
+    evacuation: EvacuationRecord | None = None,
+    **training: Any,
 ) -> None:
-    training = LastReport(
+    """Store the farewell with this last step; ``training`` are further fields of its report."""
+    report = LastReport(
         step=step,
         wall_s=at_s,
         step_s=1.0,
@@ -118,13 +128,12 @@ def farewell(
         is_over=over,
         deadline_wall_s=at_s + 10,
     )
-    conclusion = Conclude("e", Verdict.SAFE, "why", CommitRef(generation, step), 1.0)
     made = Farewell(
         run="r",
         generation=generation,
-        conclusion=conclusion,
-        evacuation=EvacuationRecord(opened_wall_s=at_s),
-        training=training,
+        conclusion=Conclude("e", verdict, "why", CommitRef(generation, step), 1.0),
+        evacuation=evacuation or EvacuationRecord(opened_wall_s=at_s),
+        training=replace(report, **training),
         written=wall.text(at_s) or "",
     )
     store.put(KEYS.farewell(generation, stamp), encode(made))

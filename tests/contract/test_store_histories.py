@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from swansong_bucket.errors import NothingToRestore, Permanent, SwansongError
 from swansong_bucket.format.keys import RunKeys
-from swansong_bucket.format.manifest import Manifest
 from swansong_bucket.model import CheckpointId, CheckpointKind, CommitRef, Staged
 from swansong_bucket.retention.prune import prune
 from swansong_bucket.runs import catalog, pins
@@ -34,7 +33,7 @@ from swansongd.flush.known import KnownChunks
 from swansongd.flush.layout import ChunkLayout
 from swansongd.staging import scan
 
-from testkit.committed import tree
+from testkit.committed import manifest_of, tree
 from testkit.records import KEY, NO_RULE
 from testkit.staged import ME
 from testkit.store_backends import OURS, SERVERS, retrying
@@ -143,16 +142,9 @@ class History:
         ref = CommitRef(self.claim.generation, self.step)
         try:
             flushed = self._flushed(store, staged)
-            made = Manifest(
-                run="r",
-                generation=ref.generation,
-                step=ref.step,
-                kind=CheckpointKind.PERIODIC,
-                node=0,
-                nodes=1,
-                nonce="aa",
-                shards=flushed.shards,
-                health={"loss": self.random.random()},
+            health = {"loss": self.random.random()}
+            made = manifest_of(
+                *flushed.shards, generation=ref.generation, step=ref.step, nonce="aa", health=health
             )
             commits.commit(store, KEYS, made, self.claim)
         except SwansongError:

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from swansong_bucket.format import wall
-from swansong_bucket.format.farewell import Farewell, RecordedEvacuation, encode
+from swansong_bucket.format.farewell import RecordedEvacuation
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.format.manifest import Manifest
-from swansong_bucket.loss_records import PARTS, EvacuationRecord, LastReport, Life, NoticeRecord
+from swansong_bucket.loss_records import PARTS, EvacuationRecord, Life, NoticeRecord
 from swansong_bucket.model import CheckpointKind, CommitRef, Verdict
 from swansong_bucket.runs import history as history_reader
 from swansong_bucket.runs.run import RecordedCommit
@@ -30,9 +30,9 @@ from swansong_tools.economics.bill import bill
 from swansong_tools.economics.cost import Prices
 from swansong_tools.economics.expected import DAY_S
 from swansongd.config.config import parse
-from swansongd.core.events import Conclude
 
 from testkit import committed, lost_vms
+from testkit.hostile_farewells import evacuations as hostile_evacuations
 from tests.unit.economics.test_loss import Stay, forged, told
 
 KEYS = RunKeys("r")
@@ -93,29 +93,20 @@ def commit_at(
 
 def evacuated(store: FileStore, number: int, step: int, end_s: float, verdict: Verdict) -> None:
     """A farewell of the VM's last second, after a notice of 120 s."""
-    training = LastReport(
-        step=step,
-        wall_s=end_s,
-        step_s=1.0,
+    notice = NoticeRecord(source="aws.spot", kind="terminate")
+    evacuation = EvacuationRecord(opened_wall_s=end_s - 118, deadline_s=120.0, notices=(notice,))
+    lost_vms.farewell(
+        store,
+        number,
+        step,
+        end_s,
+        over=True,
+        verdict=verdict,
+        evacuation=evacuation,
         ranks=2,
         saves_s=COMMITS * COST_S,
         stall_s=3.0,
-        is_over=True,
     )
-    evacuation = EvacuationRecord(
-        opened_wall_s=end_s - 118,
-        deadline_s=120.0,
-        notices=(NoticeRecord(source="aws.spot", kind="terminate"),),
-    )
-    made = Farewell(
-        run="r",
-        generation=number,
-        conclusion=Conclude("e", verdict, "spot", CommitRef(number, step), 1.0),
-        evacuation=evacuation,
-        training=training,
-        written=wall.text(end_s),
-    )
-    store.put(KEYS.farewell(number, "t"), encode(made))
 
 
 @pytest.fixture(scope="module")
@@ -236,17 +227,7 @@ def test_without_a_pace_the_margin_is_unknown(
 # ---------------------------------------------------------------- records in memory
 
 STAY = Stay((60.0, 10.0, 10.0, 6.0, 1.0, 3.0), 1000, 1.0, 9, 6.0, 3.0)
-MANIFEST = Manifest(
-    run="r",
-    generation=1,
-    step=1,
-    kind=CheckpointKind.PERIODIC,
-    node=0,
-    nodes=1,
-    nonce="n",
-    shards=(committed.named_shard("rank0/a", 1000, "r/x"),),
-    pace=PACE,
-)
+MANIFEST = committed.manifest_of(committed.named_shard("rank0/a", 1000, "r/x"), pace=PACE)
 
 
 def read_of(
@@ -447,28 +428,6 @@ forged_commits = st.builds(
     nodes=st.just(1),
     is_whole=st.booleans(),
 )
-forged_evacuations = st.builds(
-    RecordedEvacuation,
-    run=st.just("r"),
-    generation=st.integers(1, 10),
-    evacuation_id=st.just("e"),
-    node=st.just(0),
-    notices=st.sampled_from([(), (NoticeRecord("aws.spot", "k"),), (NoticeRecord("x" * 128, ""),)]),
-    opened_wall_s=st.floats(0.0, wall.WALL_S_MAX),
-    deadline_s=st.none() | numbers,
-    verdict=st.sampled_from(Verdict),
-    reason=st.just(""),
-    commit=st.none(),
-    part=st.none(),
-    slack_s=numbers,
-    expected_s=st.none(),
-    took_s=st.none(),
-    timeline=st.just(()),
-    left_out=st.just(0),
-    samples=st.just(()),
-    training=st.none(),
-    written_wall_s=st.floats(0.0, wall.WALL_S_MAX),
-)
 
 
 @pytest.mark.fault("OA01")
@@ -476,7 +435,7 @@ forged_evacuations = st.builds(
 @given(
     found=st.lists(forged, min_size=1, max_size=5),
     commits=st.lists(forged_commits, max_size=5),
-    evacuations=st.lists(forged_evacuations, max_size=5),
+    evacuations=st.lists(hostile_evacuations, max_size=5),
     figures=st.dictionaries(st.sampled_from(sorted(PACE)), numbers),
     shard_bytes=st.integers(0, 2**59),
 )

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 from swansong_tools.economics.cost import (
     LIST_PRICES,
-    MONTH_S,
     Prices,
     costs,
     of_requests,
@@ -76,13 +75,6 @@ def test_an_amount_without_its_price_is_unknown() -> None:
     assert saved(5.0, 2.0, 1.0, None) == 2.0, "storage counts, and unknown requests do not"
     assert of_storage(Prices(), 1) is None
     assert of_requests(replace(PRICES, reads=None), 1, 1) is None
-
-
-def test_storage_and_requests_have_the_units_of_the_clouds() -> None:
-    """GiB months, and thousands of requests."""
-    assert of_storage(PRICES, 100 * 2**30) == pytest.approx(2.0)
-    assert of_storage(PRICES, 100 * 2**30, MONTH_S / 4) == pytest.approx(0.5)
-    assert of_requests(PRICES, 2000, 500) == pytest.approx(0.01 + 0.0002)
 
 
 def test_list_prices_fill_gaps_in_their_own_currency_only() -> None:

@@ -13,6 +13,8 @@ from swansong_bucket.loss_records import LOST, PARTS, GenerationEnd, Life, Resum
 from swansong_tools.economics import loss as losses
 from swansong_tools.economics.loss import WINDOWS_MAX, Loss, loss
 
+from testkit import lost_vms
+
 BEGUN_S = 1_800_000_000.0
 durations = st.floats(0.0, 5000.0)
 
@@ -46,43 +48,26 @@ def told(history: list[Stay]) -> list[Life]:
     lives: list[Life] = []
     now_s, step = BEGUN_S, 0
     for number, stay in enumerate(history, start=1):
-        ends_s = []
-        for part_s in stay.down_s:
-            now_s += part_s
-            ends_s.append(now_s)
-        booted_s, daemon_s, asked_s, answered_s, started_s, first_s = ends_s
+        now_s += sum(stay.down_s)
         start = max(0, step - stay.back)
-        resumption = Resumption(
-            run="r",
-            generation=number,
-            vm=f"vm{number}",
-            ranks=8,
-            node=0,
+        resumption = lost_vms.resumed(
+            number,
+            now_s,
+            start=start,
+            parts_s=stay.down_s[1:],
             nodes=1,
-            booted_wall_s=booted_s,
-            daemon_wall_s=daemon_s,
-            download_began_wall_s=daemon_s,
-            download_ended_wall_s=answered_s,
-            bytes_fetched=100,
-            bytes_linked=0,
-            asked_wall_s=asked_s,
-            answered_wall_s=answered_s,
-            started_wall_s=started_s,
-            first_step_wall_s=first_s,
-            start_step=start,
-            first_step=start + 1,
             restored=None,
             earlier=lives[-1].ending if lives else None,
         )
         step = start + 1 + stay.steps
         now_s += stay.steps * stay.step_s + stay.saves_s + stay.stall_s
-        ending = GenerationEnd(
+        ending = replace(
+            lost_vms.ENDING,
             generation=number,
             step=step,
             wall_s=now_s,
             is_estimated=False,
             step_s=stay.step_s,
-            ranks=8,
             saves_s=stay.saves_s,
             stall_s=stay.stall_s,
         )
@@ -222,17 +207,6 @@ def test_each_gpu_counts_from_when_the_number_changes(
     assert found.parts_gpu_s["saves"] == pytest.approx(saves, abs=1e-2)
     for each, before in zip(found.interruptions, ranks, strict=False):
         assert each.lost_parts_gpu_s["stall"] == pytest.approx((each.stall_s or 0.0) * before)
-
-
-def test_the_last_hour() -> None:
-    """The window has its own ratio: an hour of training after a day of loss is nearly all productive."""
-    quiet = Stay((0.0,) * 6, steps=10, step_s=1.0, back=0, saves_s=0.0, stall_s=0.0)
-    waited = replace(quiet, down_s=(86_400.0, 0.0, 0.0, 0.0, 0.0, 0.0), steps=4 * 3600)
-    found = of(told([quiet, waited]))
-    assert found.ettr == pytest.approx((10 + 4 * 3600) / (10 + 86_400 + 4 * 3600))
-    assert found.ettr_last_hour == pytest.approx(1.0)
-    lost = of(told([quiet, waited, replace(quiet, down_s=(1800.0, 0, 0, 0, 0, 0), steps=0)]))
-    assert lost.ettr_last_hour == pytest.approx(0.5)
 
 
 def test_lost_steps_are_the_last_ones_of_their_vm() -> None:

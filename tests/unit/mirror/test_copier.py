@@ -17,7 +17,7 @@ from swansong_bucket.mirror.chunk_copies import VERIFIED_MAX
 from swansong_bucket.mirror.copier import Copier, Gone, ManifestPlace
 from swansong_bucket.mirror.fence import PromotedError
 from swansong_bucket.mirror.gate import Gate
-from swansong_bucket.model import CheckpointKind, Chunk, CommitRef
+from swansong_bucket.model import Chunk, CommitRef
 from swansong_bucket.runs import catalog, commit
 from swansong_bucket.runs.signing import signed
 from swansong_bucket.stores.base import ObjectInfo
@@ -458,17 +458,8 @@ def test_the_mark_of_a_suspect_share_is_in_the_mirror_before_its_manifest() -> N
     """A daemon that uses the mirror as its store knows of the failed GPU as well."""
     primary, copies = MemoryStore(), MemoryStore()
     commit.claim_generation(primary, KEYS, start_id="us", identity={})
-    made = Manifest(
-        run="r",
-        generation=1,
-        step=5,
-        kind=CheckpointKind.PERIODIC,
-        node=3,
-        nodes=commit.MANIFESTS_READ + 1,
-        nonce="abc",
-        shards=(),
-        health={"gpu_is_sound": 0.0},
-        created="2030-01-01T00:00:00Z",
+    made = committed.manifest_of(
+        step=5, node=3, nodes=commit.MANIFESTS_READ + 1, health={"gpu_is_sound": 0.0}
     )
     commit.commit(primary, KEYS, made, claim.ClaimObject(run="r", generation=1, start="us"))
     copier = Copier(primary, copies, KEYS, threading.Event(), connections=1)

@@ -8,10 +8,10 @@ import time
 import pytest
 from swansong_bucket.format import manifest
 from swansong_bucket.format.manifest import Manifest
-from swansong_bucket.model import CheckpointKind, Extent, StoredShard
+from swansong_bucket.model import Extent, StoredShard
 
 from bench.many_commits import ManyCommits, costs
-from testkit.committed import chunk_of, named_shard
+from testkit.committed import chunk_of, manifest_of, named_shard
 
 MIB = 2**20
 
@@ -51,19 +51,12 @@ def of_shards(count: int) -> Manifest:
         path = f"rank-{number % 8:05d}/layer-{number:06d}"
         extent = Extent(chunk, number % 400 * 65536, 65536)
         shards.append(StoredShard(path=path, size_bytes=65536, extents=(extent,)))
-    return a_manifest(shards)
+    return manifest_of(*shards)
 
 
 def of_one_shard(count: int) -> Manifest:
     """A manifest of one shard with this number of chunks."""
-    return a_manifest([named_shard("model", count * 16 * MIB, chunk_bytes=16 * MIB)])
-
-
-def a_manifest(shards: list[StoredShard]) -> Manifest:
-    return Manifest(
-        run="r", generation=1, step=5, kind=CheckpointKind.PERIODIC, node=0, nodes=1, nonce="a",
-        shards=tuple(shards), created="2030-01-01T00:00:00Z",
-    )  # fmt: skip
+    return manifest_of(named_shard("model", count * 16 * MIB, chunk_bytes=16 * MIB))
 
 
 @pytest.mark.parametrize(("make", "count"), [(of_shards, 300), (of_one_shard, 1500)])

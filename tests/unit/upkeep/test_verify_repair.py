@@ -14,14 +14,13 @@ from blake3 import blake3
 from swansong_bucket.errors import NothingToRestore, Permanent, Transient
 from swansong_bucket.format import manifest
 from swansong_bucket.format.keys import RunKeys
-from swansong_bucket.format.manifest import Manifest
-from swansong_bucket.model import CheckpointKind, Chunk, CommitRef, Extent, StoredShard
+from swansong_bucket.model import Chunk, CommitRef, Extent, StoredShard
 from swansong_bucket.transfer.reader import ReadOptions
 from swansong_tools.upkeep.repair import RepairOutcome, repair, repair_manifests
 from swansong_tools.upkeep.verify import Findings, verify
 from swansongd.restore.local_files import sets_in
 
-from testkit.committed import CHUNK_BYTES, chunk_of, whole_shard
+from testkit.committed import CHUNK_BYTES, chunk_of, manifest_of, whole_shard
 from testkit.memory_store import MemoryStore
 
 KEYS = RunKeys("r")
@@ -36,10 +35,7 @@ MANIFESTS = [KEYS.commit(CommitRef(1, step), 0, 1) for step in (1, 2)]
 
 
 def put_commit(store: MemoryStore, step: int, shards: list[StoredShard]) -> None:
-    made = Manifest(
-        run="r", generation=1, step=step, kind=CheckpointKind.PERIODIC, node=0, nodes=1,
-        nonce=f"n{step}", shards=tuple(shards), created="2030-01-01T00:00:00Z",
-    )  # fmt: skip
+    made = manifest_of(*shards, step=step, nonce=f"n{step}")
     store.objects[KEYS.commit(made.ref, 0, 1)] = manifest.encode(made)
 
 
