@@ -887,18 +887,6 @@ def test_over_several_vms_a_set_of_an_earlier_start_is_void(
     assert not stored(rig, KEYS.commits)
 
 
-def test_a_deleted_claim_is_created_again_byte_for_byte(
-    rig: CommitterRig, working: Committer
-) -> None:
-    """A mirror that has the claim would take other bytes for those of another line of the run."""
-    key = KEYS.generation(1)
-    before = rig.store.get(key)
-    rig.store.delete(key)
-    working.commit(a_request())
-    assert rig.next() == CommitDone("f10", CommitRef(1, 10))
-    assert rig.store.get(key) == before
-
-
 def test_a_check_of_the_fence_reports_only_newer_generations(
     rig: CommitterRig, working: Committer
 ) -> None:

@@ -41,15 +41,6 @@ def read(directory: Path) -> set[Chunk]:
     return set(opened(directory)._created.values())
 
 
-def test_the_next_daemon_knows_the_chunks_but_must_confirm_them(tmp_path: Path) -> None:
-    """Also one that was killed before it had written anything, and the one after that."""
-    written(tmp_path)
-    for _ in range(3):
-        known = opened(tmp_path)
-        found = [known.find(chunk.digest) for chunk in CHUNKS]
-        assert found == [knowns.Found(Extent.whole(chunk), is_confirmed=False) for chunk in CHUNKS]
-
-
 @pytest.mark.parametrize("other", [{"run": "other"}, {"store_url": "s3://other"}])
 def test_the_file_of_another_run_or_store_is_ignored(tmp_path: Path, other: dict[str, str]) -> None:
     written(tmp_path)

@@ -9,13 +9,13 @@ import pytest
 from structlog.testing import capture_logs
 from swansong_bucket.errors import Permanent
 from swansong_bucket.format.manifest import Manifest
-from swansong_bucket.model import CheckpointKind, Chunk
+from swansong_bucket.model import Chunk
 from swansong_bucket.retention import locks
 from swansongd.flush.background import Background
 from swansongd.flush.locker import Locker
 from swansongd.flush.store_health import StoreHealth
 
-from testkit.committed import chunk_of, whole_shard
+from testkit.committed import chunk_of, manifest_of, whole_shard
 from testkit.memory_store import MemoryStore
 
 DAYS = 8
@@ -55,25 +55,15 @@ class Rig:
         return self.now_s - self.created_s[chunk.key] if chunk.key in self.created_s else None
 
     def extend(self, *keys: str) -> None:
-        self.locker.extend(manifest_of(*keys))
+        self.locker.extend(naming(*keys))
 
     def left_s(self, key: str) -> float:
         return self.store.locked_until_unix_s.get(key, 0.0) - self.now_s
 
 
-def manifest_of(*keys: str) -> Manifest:
+def naming(*keys: str) -> Manifest:
     """A manifest with these chunks."""
-    shards = tuple(whole_shard(key, Chunk(key, 4)) for key in keys)
-    return Manifest(
-        run="r",
-        generation=1,
-        step=20,
-        kind=CheckpointKind.PERIODIC,
-        node=0,
-        nodes=1,
-        nonce="cccc",
-        shards=shards,
-    )
+    return manifest_of(*(whole_shard(key, Chunk(key, 4)) for key in keys), step=20)
 
 
 @pytest.mark.fault("K03")
@@ -172,7 +162,7 @@ def test_without_retention_nothing_is_asked() -> None:
     """The default costs no request and no time."""
     rig = Rig()
     store = Background(rig.store, lambda: False)
-    Locker(store, 0, health=StoreHealth(rig.events.append)).extend(manifest_of(OLD))
+    Locker(store, 0, health=StoreHealth(rig.events.append)).extend(naming(OLD))
     assert rig.store.count("lock") == 0
 
 

@@ -116,15 +116,6 @@ def test_the_newest_commit_goes_first(rig: Rig) -> None:
     assert rig.mirroring.status().lag.commits == 0
 
 
-def test_a_daemon_copies_the_newest_commit_that_it_finds(rig: Rig) -> None:
-    """The last VM may have died before its copy.  Older ones are left to ``swansong mirror``."""
-    for step in (100, 200):
-        rig.commit(step)
-    rig.mirroring.start()
-    rig.until_state(MirrorState.OK)
-    assert rig.steps() == [200]
-
-
 def test_a_daemon_copies_all_that_are_newer_than_the_mirror(rig: Rig) -> None:
     """A mirror that was away for a while has no gap in its newest part."""
     for step in (100, 200):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
-from swansong import bounds
 from swansong.bounds import BoundsError
 from swansong_bucket.errors import (
     CorruptError,
@@ -23,12 +22,12 @@ from swansong_bucket.format import manifest
 from swansong_bucket.format.claim import ClaimObject
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.format.manifest import Manifest
-from swansong_bucket.model import CheckpointKind, CommitRef
+from swansong_bucket.model import CommitRef
 from swansong_bucket.runs import catalog, commit
 from swansong_bucket.runs.signing import SigningKey, signed
 from swansong_bucket.stores.base import ObjectInfo, ObjectStore, Page
 
-from testkit.committed import named_shard
+from testkit.committed import manifest_of, named_shard
 from testkit.memory_store import MemoryStore
 from testkit.store_backends import retrying
 from testkit.waiting import in_threads
@@ -36,18 +35,8 @@ from testkit.waiting import in_threads
 KEYS = RunKeys("r")
 
 
-def a_manifest(step: int = 10, nonce: str = "abc", generation: int = 1) -> Manifest:
-    return Manifest(
-        run="r",
-        generation=generation,
-        step=step,
-        kind=CheckpointKind.PERIODIC,
-        node=0,
-        nodes=1,
-        nonce=nonce,
-        shards=(),
-        created="2030-01-01T00:00:00Z",
-    )
+def a_manifest(step: int = 10, **fields: Any) -> Manifest:
+    return manifest_of(step=step, **fields)
 
 
 def held(generation: int = 1, start_id: str = "us") -> ClaimObject:
@@ -143,16 +132,6 @@ def test_a_start_whose_generation_was_overtaken_gets_no_other(store: MemoryStore
     assert claim(store, "ours", own=["newer"]).generation == 1
 
 
-def test_a_start_gets_no_generation_after_the_claim_of_a_later_one(store: MemoryStore) -> None:
-    """The record of the claims was lost: only the store has the claim of the later start."""
-    assert claim(store, "later").generation == 1
-    with pytest.raises(FencedError) as caught:
-        claim(store, "ours", later=["unclaimed", "later"])
-    assert (caught.value.own, caught.value.newer) == (0, 1)
-    assert claim(store, "later", later=["unclaimed"]).generation == 1
-    assert claim(store, "ours", later=["unclaimed"]).generation == 2
-
-
 @pytest.mark.fault("G02", "O08")
 @pytest.mark.fault("O62")
 def test_an_earlier_manifest_of_the_set_with_other_chunks_is_not_this_commit(
@@ -172,33 +151,12 @@ def test_a_commit_whose_reply_was_lost_is_ours(store: MemoryStore) -> None:
     assert commit.newest_whole_commit(store, KEYS) == CommitRef(1, 10)
 
 
-@pytest.mark.fault("O09")
-def test_another_set_under_our_key_is_a_conflict(store: MemoryStore) -> None:
-    """An existing manifest is never replaced."""
-    create(store, a_manifest(nonce="first"))
-    with pytest.raises(Exists):
-        create(store, a_manifest(nonce="second"))
-    key = KEYS.commit(CommitRef(1, 10), 0, 1)
-    assert manifest.decode(store.get(key)).nonce == "first"
-
-
 @pytest.mark.fault("G08", "O09")
 def test_a_damaged_manifest_under_our_key_is_a_conflict(store: MemoryStore) -> None:
     """A damaged manifest does not count as ours, and is not replaced."""
     store.put(KEYS.commit(CommitRef(1, 10), 0, 1), b"{")
     with pytest.raises(Exists):
         create(store, a_manifest())
-
-
-@pytest.mark.fault("G03")
-def test_a_newer_generation_fences(store: MemoryStore) -> None:
-    """A fenced VM gets the number of the newer generation, and writes no manifest."""
-    old, new = claim(store, "old").generation, claim(store, "new").generation
-    with pytest.raises(FencedError) as caught:
-        create(store, a_manifest(generation=old), by="old")
-    assert (caught.value.own, caught.value.newer) == (old, new)
-    assert commit.newest_whole_commit(store, KEYS) is None
-    create(store, a_manifest(generation=new), by="new")
 
 
 @pytest.mark.fault("G03")
@@ -257,18 +215,6 @@ def test_a_start_on_one_vm_commits_in_its_place_after_the_next_start_claimed(
     claim(store, "elsewhere")
     with pytest.raises(FencedError):
         commit.commit(store, KEYS, a_manifest(step=100), first, own=["first", "second"])
-
-
-def test_over_several_vms_a_start_commits_nothing_after_the_next_start_claimed(
-    store: MemoryStore,
-) -> None:
-    """The next start has chosen where to resume, also if it is a start of the same VM."""
-    first = claim(store, "first").content
-    claim(store, "second")
-    part = replace(a_manifest(step=99), nodes=2)
-    with pytest.raises(FencedError):
-        commit.commit(store, KEYS, part, first, own=["first", "second"])
-    assert catalog.list_commits(store, KEYS) == []
 
 
 def test_a_set_is_committed_under_the_generation_of_its_claim_only(store: MemoryStore) -> None:
@@ -354,19 +300,6 @@ def test_generations_only_grow(store: MemoryStore) -> None:
     store.put(KEYS.generation(41), b"{}")
     store.put(KEYS.generation(7), b"{}")
     assert claim(store, "me").generation == 42
-
-
-@pytest.mark.fault("S25")
-def test_no_number_after_the_last_one_is_claimed(store: MemoryStore) -> None:
-    """A planted claim must not lead to a generation whose commits no reader finds."""
-    store.put(KEYS.generation(bounds.GENERATION_MAX), b"{}")
-    before = dict(store.objects)
-    with pytest.raises(CorruptError, match="99999999, is taken") as caught:
-        claim(store, "me")
-    assert f"{store.url}/{KEYS.generation(bounds.GENERATION_MAX)}" in caught.value.hint
-    assert store.objects == before
-    store.delete(KEYS.generation(bounds.GENERATION_MAX))
-    assert claim(store, "me").generation == 1
 
 
 @pytest.mark.fault("S25", "G16")
