@@ -8,12 +8,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swansong_bucket.model import Notice
+from swansong_bucket.model import DeadlineQuality, Notice, Severity
 from swansongd.sources.asg import _Unavailable, parse_identity
 from swansongd.sources.aws import AwsSource, AwsSpotSource, Imds, ImdsSession, parse_instance_action
 from swansongd.sources.aws_events import (
+    REBALANCE_S,
     AwsAsgSource,
     AwsRebalanceSource,
     AwsScheduledSource,
@@ -162,11 +164,19 @@ def test_a_mangled_spot_notice_is_still_a_notice(body: bytes) -> None:
     notice = parse_instance_action(body, ASKED, GRACE_S)
     expect_bounded(notice)
     assert notice.deadline_mono_s <= ASKED.mono_s + 120
+    assert notice.identity == "aws.spot", "it contains no time, which may move with each poll"
 
 
+@pytest.mark.fault("N08", "N14")
 @given(bodies)
 def test_a_mangled_recommendation_is_still_an_advisory_notice(body: bytes) -> None:
-    expect_bounded(parse_rebalance(body, ASKED))
+    """Its deadline is far, and its identity is always the same."""
+    notice = parse_rebalance(body, ASKED)
+    expect_bounded(notice)
+    assert (notice.severity, notice.kind) == (Severity.ADVISORY, "rebalance")
+    assert notice.deadline_mono_s == ASKED.mono_s + REBALANCE_S
+    assert notice.deadline_quality is DeadlineQuality.ASSUMED
+    assert notice.identity == "aws.rebalance"
 
 
 CLOCKS = Clocks(monotonic=lambda: 1000.0, wall=lambda: 1.7e9)

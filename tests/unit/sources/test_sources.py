@@ -89,19 +89,6 @@ def test_an_invalid_body_is_a_notice(content: bytes, kind: str) -> None:
     assert later.identity == notice.identity
 
 
-@pytest.mark.fault("N09")
-def test_identity_contains_no_time() -> None:
-    """Neither the time of the poll nor the stated one, which may move later with each poll."""
-    later = ClockReading(5000.0, NOON + 60)
-    sights = [
-        parse_instance_action(body(), ASKED, 25.0),
-        parse_instance_action(body(time="2026-01-05T14:01:40+02:00"), later, 99.0),
-        parse_instance_action(body("stop"), ASKED, 25.0),
-        parse_instance_action(b"nonsense", ASKED, 25.0),
-    ]
-    assert {result.identity for result in sights} == {"aws.spot"}
-
-
 @pytest.mark.parametrize(
     ("later_s", "quality", "expected"),
     [

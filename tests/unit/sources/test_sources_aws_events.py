@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 from swansong_bucket.model import DeadlineQuality, Severity
 from swansongd.sources.aws_events import (
-    REBALANCE_S,
     AwsScheduledSource,
     parse_event,
-    parse_rebalance,
 )
 from swansongd.sources.polled import ClockReading
 
@@ -86,18 +84,3 @@ def test_identity_of_an_event() -> None:
     moved = event(NotBefore="22 Jan 2019 09:00:43 GMT")
     assert parse_event(moved, ASKED, 25).identity == identity
     assert parse_event(event(EventId="e-2"), ASKED, 25).identity != identity
-
-
-@pytest.mark.fault("N08", "N14")
-@pytest.mark.parametrize(
-    "body",
-    [b'{"noticeTime": "2026-01-05T12:00:00Z"}', b'{"noticeTime": 7}', b"[]", b"\xff"],
-)
-def test_recommendation_is_an_advisory(body: bytes) -> None:
-    """Any body is an advisory with a far deadline and the same identity."""
-    notice = parse_rebalance(body, ASKED)
-    assert (notice.severity, notice.kind) == (Severity.ADVISORY, "rebalance")
-    assert notice.deadline_mono_s == ASKED.mono_s + REBALANCE_S
-    assert notice.deadline_quality is DeadlineQuality.ASSUMED
-    assert notice.identity == "aws.rebalance"
-    assert parse_rebalance(body, ClockReading(9000.0, NOON)).identity == notice.identity
