@@ -54,27 +54,6 @@ def settled(farewells: Iterable[FarewellFacts], *, at_s: float = 0.0) -> dict[st
     }
 
 
-def test_an_evacuation_counts_once_with_its_best_verdict() -> None:
-    """A dozen farewells of one evacuation are one evacuation, in any order."""
-    one = [
-        farewell("a", Verdict.LOST, 1),
-        farewell("a", Verdict.PARTIAL, 2),
-        farewell("a", Verdict.SAFE, 3),
-        farewell("a", Verdict.SAFE, 50),
-    ]
-    other = [farewell("b", Verdict.PARTIAL, 5, generation=2)]
-    for each in (one, list(reversed(one))):
-        assert settled([*each, *other], at_s=200) == {"SAFE": 1, "PARTIAL": 1}
-
-
-def test_a_verdict_that_may_improve_does_not_count_yet() -> None:
-    """PARTIAL counts after the deadline, and SAFE counts at once."""
-    partial = [farewell("a", Verdict.PARTIAL, 1)]
-    assert settled(partial, at_s=10) == {}
-    assert settled(partial, at_s=61 + figures.SETTLED_AFTER_S) == {"PARTIAL": 1}
-    assert settled([*partial, farewell("a", Verdict.SAFE, 9)], at_s=10) == {"SAFE": 1}
-
-
 def test_the_latest_deadline_of_the_vms_holds_the_verdict_back() -> None:
     """The second VM has more time, and makes the evacuation SAFE: it was never LOST."""
     first = farewell("a", Verdict.LOST, 1, deadline_s=60)

@@ -297,16 +297,6 @@ def test_a_drill_neither_fires_nor_hides_an_alert() -> None:
     assert times == pytest.approx({"no": 1.8e9 + story.now})
 
 
-def test_the_verdict_of_a_whole_drill_has_its_series() -> None:
-    """Other VMs know a drill by the id of its request."""
-    story = Watched()
-    story.join(step=40, save_s=2.0)
-    story.notice(120, "drill")
-    story.serve(40, after_s=1.0)
-    assert verdicts(story) == {"yes": "SAFE"}
-    assert story.last(Conclude).evacuation_id.startswith("drill-")
-
-
 def test_an_older_set_does_not_end_a_phase() -> None:
     """A set that was in flight at the notice is stored while the trainer saves, and committed after that."""
     story = Watched()

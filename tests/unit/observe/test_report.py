@@ -166,21 +166,3 @@ def test_the_store_has_its_own_health_field(health: Health) -> None:
     expected = {"health": health.value, "reason": "why", "for_s": 3.0}
     assert report["store"] == {"name": "store", **expected}
     assert report["sources"] == [{"name": "aws.spot", **expected}]
-
-
-def test_trainers_are_shown_as_they_reported() -> None:
-    story = Story()
-    story.join(step=5, save_s=2.5)
-    story.leave(exited=False)
-    (trainer,) = shown(story)["trainers"]
-    assert trainer == {
-        "pid": 100, "rank": 0, "world_size": 1, "step": 5, "save_s": 2.5, "connected": False,
-        "loss": None, "loss_is_finite": None, "loss_is_usual": None,
-        "step_s": None, "own_s": None, "slower": None, "stalled_s": None,
-        "save_bytes": None, "snapshot_s": None,
-        "redone": None, "redone_differs": None,
-    }  # fmt: skip
-
-
-def test_one_line_for_systemctl() -> None:
-    assert status_line(Story().state, 0.0) == "IDLE; nothing committed yet"

@@ -34,19 +34,6 @@ def opened(state: State, evacuation_id: str = "e1", at_s: float = OPENED_S) -> S
     return replace(state, evacuation=evacuation)
 
 
-def test_bytes_count_from_the_opening() -> None:
-    """Bytes from before the notice do not count."""
-    samples = FlushSamples()
-    before = sent(QUIET, 100)
-    after = opened(before)
-    samples.observe(Observation(before, after, Tick(), (), OPENED_S))
-    assert samples.taken("e1", OPENED_S) == ()
-    further = sent(after, 150)
-    samples.observe(Observation(after, further, Tick(), (), OPENED_S + 1))
-    samples.observe(Observation(further, sent(further, 170), Tick(), (), OPENED_S + 2))
-    assert samples.taken("e1", OPENED_S + 3) == ((0.0, 0), (1.0, 50), (2.0, 70), (3.0, 70))
-
-
 def test_another_evacuation_begins_again() -> None:
     """The samples of the earlier evacuation are dropped."""
     samples = FlushSamples()
