@@ -19,12 +19,6 @@ CLAIM = ClaimObject(
 )
 
 
-def test_round_trip() -> None:
-    """With and without an identity."""
-    for claim in (CLAIM, replace(CLAIM, identity={})):
-        assert decode(encode(claim)) == claim
-
-
 def test_a_claim_without_a_start_is_refused() -> None:
     """It would belong to each start whose id is unknown."""
     with pytest.raises(CorruptError, match="names no start"):

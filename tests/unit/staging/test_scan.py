@@ -52,15 +52,6 @@ def find(run: Path, path: str) -> StagedFile:
     return next(file for file in listing(run) if file.path == path)
 
 
-def test_a_walk_finds_all_files(run: Path) -> None:
-    """Paths are relative to the set and sorted; sizes, times and inodes match the disk."""
-    facts = os.stat(run / "set" / "dir" / "b")
-    assert [file.path for file in listing(run)] == ["a", "dir/.metadata", "dir/b"]
-    assert listing(run)[2] == StagedFile(
-        path="dir/b", size_bytes=2, mtime_ns=facts.st_mtime_ns, inode=facts.st_ino
-    )
-
-
 def test_a_file_alone_is_a_set(run: Path) -> None:
     """A set of one file has the name of its file, and works like any other."""
     (run / "step=5.ckpt").write_bytes(b"abc")
@@ -144,26 +135,6 @@ def test_files_that_the_daemon_cannot_read_are_named(run: Path) -> None:
         os.seteuid(0)
         os.close(directory_fd)
     assert "umask" in caught.value.hint
-
-
-@pytest.mark.fault("S6", "S7")
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("new\nline", "not allowed"),
-        ("tab\t", "not allowed"),
-        ("a" * 201, "201 characters; the limit is 200"),
-        ("ü", "not allowed"),
-        ("back\\slash", "not allowed"),
-        ("quote'", "not allowed"),
-        ("a\n", "not allowed"),
-    ],
-)
-def test_names_that_could_not_be_restored_void_the_set(run: Path, name: str, reason: str) -> None:
-    """A set contains only names that a restore would write."""
-    (run / "set" / name).write_bytes(b"")
-    with pytest.raises(StagingError, match=reason):
-        listing(run)
 
 
 @pytest.mark.fault("S7")

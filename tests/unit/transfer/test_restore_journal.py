@@ -53,21 +53,6 @@ def test_a_torn_end_costs_only_the_torn_line(noted: list[int], data: st.DataObje
     assert found == of_store(noted[:count])
 
 
-@given(notes, st.binary(max_size=80))
-def test_garbage_at_the_end_is_skipped(noted: list[int], garbage: bytes) -> None:
-    """Zeros or other bytes that a power cut left: no error, and no chunk that does not exist."""
-    found = journal.parse(written(noted) + garbage + b"\n", IDENTITY, CHUNKS)
-    assert found is not None
-    assert {CHUNKS[number] for number in noted} <= set(found) <= set(CHUNKS)
-
-
-@given(st.binary(max_size=200))
-def test_other_bytes_are_not_a_journal(data: bytes) -> None:
-    """Without the first line no chunk is read."""
-    assert journal.parse(data, IDENTITY, CHUNKS) is None
-    assert journal.parse(HEAD[: len(data) % len(HEAD)], IDENTITY, CHUNKS) is None
-
-
 def test_only_the_same_commit_has_the_same_identity() -> None:
     """Run, generation, step and number of VMs matter."""
     different = [
