@@ -63,11 +63,6 @@ def test_a_commit_after_the_farewell_counts() -> None:
     assert (found.step, found.is_estimated) == (325, True)
 
 
-def test_no_trace_is_no_end() -> None:
-    """Such a generation did not train."""
-    assert ending(3, report=None, points=[], ended_by_s=(1.0,)) is None
-
-
 steps = st.integers(0, bounds.STEP_MAX)
 instants = st.floats(0.0, 4_102_444_800.0)
 

@@ -20,11 +20,6 @@ def problems(**settings: Any) -> str:
     return "\n".join(problems_of({**MINIMAL, "notify": settings}))
 
 
-def test_nothing_is_sent_by_default() -> None:
-    config = parse(MINIMAL).notify
-    assert (config.has_webhook, config.has_heartbeat, config.exec) == (False, False, ())
-
-
 def test_pagerduty_needs_its_key_and_no_address() -> None:
     assert notify(preset="pagerduty", token_file="credential:key").has_webhook
     assert "notify.token_file: is missing" in problems(preset="pagerduty")

@@ -51,14 +51,6 @@ def west(east: MemoryStore) -> MemoryStore:
     return mirror
 
 
-def test_a_mirror_that_lags_is_not_foreign(east: MemoryStore, west: MemoryStore) -> None:
-    """Claims that were not copied yet fence no VM; an empty mirror neither."""
-    assert foreign_claim(east, west, KEYS) is None
-    claim(east, "vm2")
-    assert foreign_claim(east, west, KEYS) is None
-    assert foreign_claim(east, a_store("new"), KEYS) is None
-
-
 @pytest.mark.fault("M06")
 def test_a_promotion_fences_the_store_that_was_left(east: MemoryStore, west: MemoryStore) -> None:
     """Its number is far above all copied ones, so claims of the lost region cannot be confused with it."""

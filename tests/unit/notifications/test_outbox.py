@@ -112,10 +112,3 @@ def test_the_drain_attempts_urgent_ones_at_once_and_returns_in_time() -> None:
     worker.join(60)
     assert attempted == ["v"]
     assert (outbox.status().failed, outbox.status().queued) == (1, 0)
-
-
-def test_the_drain_does_not_wait_for_a_worker_that_hangs() -> None:
-    outbox = Outbox()
-    outbox.put(made("v", NotificationKind.VERDICT))
-    outbox.take()
-    assert not outbox.drain(0.01)

@@ -142,18 +142,6 @@ def test_a_restart_after_safe_tells_nothing(own_fd: int) -> None:
     assert len(story.got) == told
 
 
-def test_a_notice_that_is_withdrawn_while_no_daemon_runs_is_over(own_fd: int) -> None:
-    story = trained(own_fd)
-    story.notice(100)
-    story.restart(keeps_notices=False)
-    assert story.shows == {NOTICES: True}
-    story.look()
-    assert story.shows == {NOTICES: False}
-    assert story.got[-1].summary == "No notice is in force, or SAFE answers it"
-    story.look()
-    assert [n.is_over for n in story.got] == [False, True]
-
-
 def test_a_missed_end_runs_no_command(own_fd: int) -> None:
     """The command is for what begins: it might order another VM for the end of a notice or a drill."""
     story = trained(own_fd)

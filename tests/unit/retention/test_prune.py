@@ -118,15 +118,6 @@ def test_prune_reports_the_objects_and_bytes_that_it_has_deleted(store: Clocked)
     assert len(seen) == 1
 
 
-def test_a_shared_object_stays_with_the_last_commit_that_names_it(store: Clocked) -> None:
-    """Its bytes are not freed while a kept commit names it."""
-    pinned(store, 3)
-    report = run(store)
-    assert store.steps() == {3, 4, 5}
-    assert [v.freed_bytes for v in report.decisions if v.ref.step == 2] == [0]
-    assert len(store.data()) == 4
-
-
 def test_a_dry_run_deletes_nothing_and_foretells_the_prune(store: Clocked) -> None:
     """Its report is that of the prune which follows."""
     store.orphan(8 * DAY_S)

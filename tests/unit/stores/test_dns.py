@@ -38,15 +38,6 @@ def test_cached_addresses_replace_a_failed_resolver() -> None:
         memory("other.example", 443, proto=6)
 
 
-def test_a_working_resolver_is_always_called() -> None:
-    """A store that moves is found at its new address."""
-    resolver = Resolver()
-    memory = AddressMemory(resolver)
-    memory("bucket.example", 443)
-    resolver.address = "192.0.2.3"
-    assert memory("bucket.example", 443)[0][4][0] == "192.0.2.3"
-
-
 def test_the_libraries_use_the_cache() -> None:
     """Connections of urllib3, and so of boto3 and requests, use the cache."""
     program = """
