@@ -150,17 +150,6 @@ def test_a_local_set_as_new_as_the_commit_needs_no_download(vm: Vm, step: int) -
     assert not vm.restored.exists()
 
 
-@pytest.mark.fault("D06")
-def test_a_set_that_survived_on_the_disk_is_as_good_as_a_commit(vm: Vm) -> None:
-    """The newer of the two is taken, ordered by generation, then by step."""
-    vm.commit(100)
-    local = a_set(200)
-    vm.knows(local, is_of_earlier_boot=True, newest=CommitRef(1, 100))
-    assert vm.answer().path == str(vm.staging / local.directory)
-    vm.commit(150, generation=3)  # another VM resumed from the commit
-    assert (vm.answer().step, vm.answer().generation) == (150, 3)
-
-
 def test_a_set_sealed_just_before_the_query_is_found(vm: Vm) -> None:
     """Staging is scanned before the choice, and the choice waits for the scan."""
     vm.commit(100)
@@ -335,19 +324,6 @@ def test_the_chosen_commit_is_fetched_once_the_start_has_begun(vm: Vm) -> None:
     assert asked.messages.empty(), "a later query was answered, and this one still waits"
     vm.begins("a~1", nodes=2)
     assert asked.answer().step == 10
-
-
-def test_a_choice_waits_for_the_generation_of_its_start(vm: Vm) -> None:
-    """The answer sees every commit of earlier starts until then."""
-    vm.commit(10)
-    vm.story.grants = False
-    vm.begins("a")
-    asked = vm.ask(start_id="a")
-    assert vm.ask().answer().step == 10
-    vm.commit(20)
-    assert asked.messages.empty()
-    vm.story.grant("a", CommitRef(1, 20))
-    assert asked.answer().step == 20
 
 
 def test_a_query_for_a_start_that_never_begins_times_out(vm: Vm) -> None:

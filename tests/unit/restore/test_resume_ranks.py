@@ -166,16 +166,3 @@ def test_one_vm_chooses_a_whole_commit_and_the_others_take_that_one(tmp_path: Pa
     again = second.ask(generation=chosen.generation, step=chosen.step).answer()
     assert again.path == taken.path
     assert second.ask(generation=7, step=7).answer().error
-
-
-def test_the_last_vm_of_a_job_resumes_from_its_own_disk(tmp_path: Path) -> None:
-    """The sets of a start on one VM are whole."""
-    store = file_store(tmp_path / "store")
-    commit(store, {"rank-00000/w": b"1"}, step=20)
-    vm = one_of_two(tmp_path / "v0", store)
-    vm.story.leave()
-    vm.story.join(2, pid=200, start_id="alone")
-    vm.story.scan()
-    own = vm.story.seal(50, "own", start_id="alone")
-    answer = vm.ask(start_id="alone").answer()
-    assert (answer.step, Path(answer.path).name) == (50, own.directory)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -152,18 +151,3 @@ def test_a_hostile_farewell_is_read_or_counted(name: str, value: Any) -> None:
     store.put(KEYS.farewell(1, "t"), record_of(body))
     found = history.evacuations(Run.listed(store, KEYS))
     assert len(found.evacuations) + len(found.damaged) == 1
-
-
-def test_the_whole_history(store: MemoryStore) -> None:
-    """Commits, evacuations and lives of one run."""
-    committed.commit(store, {"a": b"12345"}, step=100)
-    farewell(store, 1, "t")
-    kinds: list[str] = []
-
-    def progress_of(kind: str) -> AbstractContextManager[history.Progress]:
-        return nullcontext(lambda _done, _total: kinds.append(kind))
-
-    found = history.read(Run.listed(store, KEYS), progress_of=progress_of)
-    assert set(kinds) == {"farewells", "commits"}
-    assert (len(found.commits.commits), len(found.evacuations.evacuations)) == (1, 1)
-    assert found.lives.lives == ()
