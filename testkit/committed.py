@@ -33,14 +33,16 @@ def file_store(directory: Path, kind: type[Store] = FileStore) -> Store:  # type
     return store
 
 
-def configuration(directory: Path, url: str = "", *, run: str = "r", mirror: str = "") -> Path:
-    """A configuration file of this store, or of the store "bucket" in the directory."""
+def configuration(
+    directory: Path, url: str = "", *, run: str = "r", mirror: str = "", more: str = ""
+) -> Path:
+    """A configuration file of this store, or of the store "bucket" in the directory; ``more`` follows."""
     file = directory / "swansong.toml"
     tables = {"run": f'name = "{run}"', "staging": f'path = "{directory}/staging"'}
     tables["store"] = f'url = "{url or (directory / "bucket").as_uri()}"'
     if mirror:
         tables["mirror"] = f'url = "{mirror}"'
-    file.write_text("".join(f"[{name}]\n{line}\n" for name, line in tables.items()))
+    file.write_text("".join(f"[{name}]\n{line}\n" for name, line in tables.items()) + more)
     return file
 
 

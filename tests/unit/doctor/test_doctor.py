@@ -61,6 +61,7 @@ from swansongd.config.config import parse
 from swansongd.observe.status import DaemonStatus, HealthStatus, RefusedStatus
 
 from testkit import REPOSITORY
+from testkit.committed import configuration
 from testkit.other_users import needs_root
 from testkit.status_picture import status
 
@@ -826,11 +827,7 @@ def test_without_a_temporary_directory_the_other_checks_run(
 ) -> None:
     """A read-only root is a finding with a fix, and the checks of daemon and trainers follow."""
     (tmp_path / "staging").mkdir()
-    path = tmp_path / "swansong.toml"
-    path.write_text(
-        f'[run]\nname = "r"\n[staging]\npath = "{tmp_path}/staging"\n'
-        f'[store]\nurl = "file://{tmp_path}/store"\n[sources]\ncloud = "none"\n'
-    )
+    path = configuration(tmp_path, more='[sources]\ncloud = "none"\n')
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     found = {each.name: each for each in checks.check(path, ask_nothing, Options())}
     assert found["as the daemon"].level == "failure"
@@ -903,12 +900,9 @@ def test_a_daemon_of_swansong_run_has_no_unit(
     monkeypatch.setattr(fixes, "_FIRST", tmp_path / "swansongd.service")
     (tmp_path / "swansongd.service").touch()
     (tmp_path / "staging").mkdir()
-    path = tmp_path / "swansong.toml"
-    path.write_text(
-        f'{fixes.WRITTEN_BY_RUN}\n[run]\nname = "r"\n[staging]\npath = "{tmp_path}/staging"\n'
-        f'[store]\nurl = "file://{tmp_path}/store"\n[sources]\ncloud = "none"\n'
-        f'[trainer]\nsocket = "{tmp_path}/trainer.sock"\n'
-    )
+    more = f'[sources]\ncloud = "none"\n[trainer]\nsocket = "{tmp_path}/trainer.sock"\n'
+    path = configuration(tmp_path, more=more)
+    path.write_text(f"{fixes.WRITTEN_BY_RUN}\n{path.read_text()}")
     found = {each.name: each for each in checks.check(path, ask_nothing, Options())}
     assert not {"unit", "unit file", "users", "sandbox"} & found.keys()
     assert not [each for each in found.values() if "systemctl" in each.fix]

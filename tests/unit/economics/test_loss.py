@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swansong_bucket.loss_records import LOST, PARTS, GenerationEnd, Life, Resumption, lost_gpu_s
+from swansong_bucket.loss_records import LOST, PARTS, GenerationEnd, Life, lost_gpu_s
 from swansong_tools.economics import loss as losses
 from swansong_tools.economics.loss import WINDOWS_MAX, Loss, loss
 
@@ -132,17 +132,14 @@ forged = st.builds(
     start_step=st.integers(0, 10**12 - 1),
     resumption=st.none()
     | st.builds(
-        Resumption,
-        run=st.just("r"),
+        replace,
+        st.just(lost_vms.RESUMPTION),
         generation=st.integers(1, 10),
         vm=st.sampled_from(["a", "b"]),
         ranks=st.integers(1, 10**5),
-        node=st.just(0),
         nodes=st.integers(1, 3),
         booted_wall_s=instants,
         daemon_wall_s=instants,
-        download_began_wall_s=st.none(),
-        download_ended_wall_s=st.none(),
         bytes_fetched=st.integers(0, 2**60),
         bytes_linked=st.integers(0, 2**60),
         asked_wall_s=st.none() | instants,
@@ -151,8 +148,6 @@ forged = st.builds(
         first_step_wall_s=instants,
         start_step=st.integers(0, 10**12 - 1),
         first_step=st.integers(0, 10**12 - 1),
-        restored=st.none(),
-        earlier=st.none(),
     ),
     ending=st.builds(
         GenerationEnd,

@@ -166,18 +166,6 @@ def test_every_flipped_bit_is_refused() -> None:
             decode(bytes(flipped))
 
 
-@pytest.mark.fault("G08")
-def test_a_truncated_manifest_is_refused() -> None:
-    """Every prefix is refused, also the empty one, and every extension."""
-    data = encode(MANIFEST)
-    for cut in range(len(data)):
-        with pytest.raises(CorruptError):
-            decode(data[:cut])
-    for appended in (b" ", b"\n", b"{}", b"\0"):
-        with pytest.raises(CorruptError):
-            decode(data + appended)
-
-
 @pytest.mark.fault("G09")
 def test_a_newer_format_is_refused_with_a_hint() -> None:
     """The hint is to upgrade."""

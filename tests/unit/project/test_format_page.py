@@ -14,10 +14,8 @@ from swansong_bucket.format import farewell as farewells
 from swansong_bucket.format import manifest as manifests
 from swansong_bucket.format import resumption as resumptions
 from swansong_bucket.format.keys import RunKeys
-from swansong_bucket.loss_records import EvacuationRecord, LastReport, NoticeRecord
-from swansong_bucket.model import CHUNK_BYTES_MAX, CheckpointKind, CommitRef, Verdict, VmPart
+from swansong_bucket.model import CHUNK_BYTES_MAX, CheckpointKind, CommitRef
 from swansong_bucket.runs import catalog
-from swansongd.core.events import Conclude
 from swansongd.flush.ledger import YIELD_S
 from swansongd.observe.samples import SAMPLES_MAX
 from swansongd.observe.timeline import ENTRIES_MAX, NOTICES_MAX
@@ -26,6 +24,7 @@ from testkit import REPOSITORY
 from testkit.committed import chunk_of, whole_shard
 from testkit.lost_vms import RESUMPTION
 from testkit.records import KEY
+from tests.unit.format.test_farewell import full as full_farewell
 
 DOCS = REPOSITORY / "docs"
 PAGE = (DOCS / "format.md").read_text(encoding="utf-8")
@@ -140,26 +139,7 @@ def test_the_fields_of_a_claim() -> None:
 
 def test_the_fields_of_a_farewell() -> None:
     """The page lists exactly the fields of the object."""
-    conclusion = Conclude("e1", Verdict.PARTIAL, "why", REF, 1.5, VmPart(REF, 2), is_foretold=True)
-    training = LastReport(
-        step=1, wall_s=2.0, step_s=3.0, ranks=4, saves_s=5.0, stall_s=6.0, is_over=True
-    )
-    farewell = farewells.Farewell(
-        run="my-run",
-        generation=7,
-        conclusion=conclusion,
-        evacuation=EvacuationRecord(
-            opened_wall_s=2.0,
-            is_assumed=True,
-            is_ended=True,
-            notices=(NoticeRecord("aws.spot", "reclaim"),),
-            left_out=1,
-        ),
-        training=training,
-        digests={0: ("1 loss=1",)},
-        written="now",
-    )
-    body = json.loads(farewells.encode(farewell))
+    body = full_farewell()
     text = section("The farewell")
     of_farewell, of_training = text.split("| field of `training`")
     assert sorted(first_names(of_farewell)) == sorted(body)

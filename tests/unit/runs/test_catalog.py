@@ -265,22 +265,6 @@ def a_claim(generation: int) -> ClaimObject:
     return ClaimObject(run="r", generation=generation, start="abc")
 
 
-def test_the_end_of_the_run_is_the_newest_commit_of_its_step(store: FileStore) -> None:
-    """A finished run may have a periodic checkpoint of its last step, too."""
-    commit(store, {"a": b"1"}, step=7, kind=CheckpointKind.FINAL)
-    commit(store, {"a": b"1"}, step=7)
-    commit(store, {"a": b"1"}, step=6)
-    found = [found.ref for found in catalog.list_commits(store, KEYS)]
-    assert found == [CommitRef(1, 7, is_final=True), CommitRef(1, 7), CommitRef(1, 6)]
-    assert [
-        catalog.load(store, KEYS, each)[0].kind for each in catalog.list_commits(store, KEYS)
-    ] == [
-        CheckpointKind.FINAL,
-        CheckpointKind.PERIODIC,
-        CheckpointKind.PERIODIC,
-    ]
-
-
 # ---------------------------------------------------------------- what became of earlier VMs
 
 

@@ -45,6 +45,7 @@ from swansongd.service.decisions import UNDECIDED_MAX, Decisions
 from swansongd.service.service import Service
 from swansongd.staging import scan
 
+from testkit.committed import configuration
 from testkit.story import a_notice, a_set
 
 JOINED = TrainerJoined(
@@ -181,25 +182,9 @@ def test_when_no_event_can_be_decided_the_process_is_restarted(loop: Loop, fault
 def service(tmp_path: Path) -> Service:
     """A whole daemon that does not run: a test passes the events to it."""
     (tmp_path / "staging").mkdir()
-    config = tmp_path / "swansong.toml"
-    config.write_text(
-        f"""
-[run]
-name = "r"
-[staging]
-path = "{tmp_path}/staging"
-[store]
-url = "file://{tmp_path}/store"
-[sources]
-cloud = "none"
-system_bus = "unix:path={tmp_path}/no-bus"
-[trainer]
-socket = "{tmp_path}/s"
-[flush]
-connections = 1
-"""
-    )
-    return Service(load(config))
+    more = f'[sources]\ncloud = "none"\nsystem_bus = "unix:path={tmp_path}/no-bus"\n'
+    more += f'[trainer]\nsocket = "{tmp_path}/s"\n[flush]\nconnections = 1\n'
+    return Service(load(configuration(tmp_path, more=more)))
 
 
 def with_generation(state: State) -> State:

@@ -329,15 +329,6 @@ def test_the_directory_of_a_run_must_not_be_a_link(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_a_directory_of_another_user_is_not_used(tmp_path: Path) -> None:
-    """A trainer that created it could replace its entries at any time."""
-    (tmp_path / "r1").mkdir()
-    os.chown(tmp_path / "r1", 65534, 65534)
-    with pytest.raises(StagingError, match="user id 65534"):
-        prepare(tmp_path, "r1")
-
-
-@needs_root
 def test_an_unwritable_staging_directory_is_named(tmp_path: Path) -> None:
     """Without permission to write, the start ends with one line and the fix."""
     for directory in (tmp_path, *tmp_path.parents):
