@@ -55,9 +55,7 @@ class Moody(FileStore):
     def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
         """Two keys a page, in reverse order; each page except the first repeats a key."""
         self.attempts += 1
-        mood = self.moods.pop(0) if self.moods else None
-        if mood is not None:
-            raise mood
+        self._be_moody()
         infos = sorted(
             super().page(prefix, None, after=after).infos, key=lambda info: info.key, reverse=True
         )
