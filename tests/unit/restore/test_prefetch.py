@@ -44,7 +44,6 @@ class Held(OddStore):
         super().__init__(directory, self._hold)
         self.release = threading.Event()
         self.release.set()
-        self.is_away = False
         self.fails_from: int | None = None
         """Requests for data from this offset on get a 503."""
         self.lists = 0
@@ -70,8 +69,6 @@ class Held(OddStore):
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         self.lists += 1
-        if self.is_away:
-            raise Transient("503")
         return super().list(prefix, after=after)
 
 
@@ -151,22 +148,6 @@ def vm(tmp_path: Path) -> Iterator[Vm]:
     yield vm
     vm.stop.set()
     vm.store.release.set()
-
-
-def test_the_bytes_are_there_before_a_trainer_asks(vm: Vm) -> None:
-    """The prefetch needs no generation, and the answer reads nothing more."""
-    vm.commit(100)
-    vm.prefetch.start()
-    vm.shows("ready")
-    status = vm.prefetch.status()
-    assert (status.step, status.bytes_done, status.bytes_total) == (100, 5120, 5120)
-    reads = len(vm.store.given)
-    answer = vm.ask().answer()
-    assert (answer.step, answer.generation, answer.error) == (100, 1, "")
-    assert Path(answer.path, "weights.bin").stat().st_size == 5120
-    assert (reads, len(vm.store.given)) == (CHUNKS, CHUNKS)
-    vm.shows("answered")
-    assert vm.directories == [Path(answer.path).name]
 
 
 @pytest.mark.fault("OE04")
@@ -439,17 +420,6 @@ def test_a_store_that_fails_during_the_data_costs_no_chunk_twice(
     assert not again & kept
     assert vm.ask().answer().step == 100
     assert not partial.exists()
-
-
-@pytest.mark.fault("G25")
-def test_a_prefetch_waits_for_a_store_that_is_away(vm: Vm) -> None:
-    """It begins when the store returns."""
-    vm.commit(100)
-    vm.store.is_away = True
-    vm.prefetch.start()
-    vm.shows("waiting", "503")
-    vm.store.is_away = False
-    vm.shows("ready")
 
 
 class Job:

@@ -77,8 +77,8 @@ def sharing(store: Clocked, made: Manifest, step: int, age_s: float) -> Manifest
     return again
 
 
-def pinned(store: MemoryStore, step: int, name: str = "paper", keys: RunKeys = KEYS) -> None:
-    pins.create(store, keys, Pin(run="r", name=name, ref=CommitRef(1, step)))
+def pinned(store: MemoryStore, step: int, name: str = "paper") -> None:
+    pins.create(store, KEYS, Pin(run="r", name=name, ref=CommitRef(1, step)))
 
 
 @pytest.fixture
