@@ -8,9 +8,11 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from botocore.credentials import RefreshableCredentials
+from swansong_bucket.config.sections import StoreAccess
 from swansong_bucket.errors import Transient
 from swansong_bucket.stores.credentials import CredentialCache
-from swansong_bucket.stores.s3 import access
+from swansong_bucket.stores.remote import DEFAULT_LIMITS
+from swansong_bucket.stores.s3.access import S3Access
 from swansong_bucket.stores.warm import Warmer
 
 from testkit.store_backends import Cloud
@@ -34,8 +36,12 @@ def test_credentials_are_used_until_they_expire() -> None:
     found = RefreshableCredentials(
         "a", "b", "c", now - timedelta(hours=1), fetch, "test", time_fetcher=lambda: now
     )
+    store = S3Access(StoreAccess(url="s3://bucket"), DEFAULT_LIMITS, lambda: None)
     cache = CredentialCache(
-        "S3", load=lambda: found, fetch=access._aws_credentials, has_expired=access._has_expired
+        "S3",
+        load=lambda: found,
+        fetch=store._fetch_credentials,
+        has_expired=store._has_expired,
     )
     first = cache.get()
     assert len(calls) == 1, "expired credentials are replaced"

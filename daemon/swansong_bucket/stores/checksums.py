@@ -40,15 +40,3 @@ def load() -> None:
 def crc32c_base64(value: int) -> str:
     """The value as in headers of S3 and GCS: base64 of four big-endian bytes."""
     return base64.b64encode(value.to_bytes(4, "big")).decode()
-
-
-def crc32c_from_base64(text: str) -> int:
-    """The value of a store's header.
-
-    Raises:
-        ValueError: the text is not a CRC32C.
-    """
-    raw = base64.b64decode(text, validate=True)
-    if len(raw) != 4:
-        raise ValueError(f"{text!r:.40} is not a CRC32C")
-    return int.from_bytes(raw, "big")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime
 from html import unescape
 from typing import Any
@@ -20,7 +20,6 @@ from swansong.bounds import BYTES_MAX, BoundsError, integer, items, json_object,
 
 from swansong_bucket.errors import Transient
 from swansong_bucket.stores.base import Folders, ObjectInfo, Page
-from swansong_bucket.stores.checksums import crc32c_from_base64
 from swansong_bucket.stores.http.client import RESPONSE_BYTES_MAX, Response
 from swansong_bucket.util.http1 import http_date
 
@@ -56,6 +55,24 @@ def xml_text(body: bytes, tag: str) -> str:
     """The text of the first ``tag`` in the body of an error response; empty if there is none."""
     match = re.search(rb"<%b>([^<]{0,1000})</%b>" % (tag.encode(), tag.encode()), body)
     return unescape(match[1].decode("utf-8", "replace")) if match else ""
+
+
+def reason_of(body: bytes) -> str:
+    """The message of an error response, in JSON, XML or plain text.
+
+    Further lines of a message of Azure have the id and the time of the request.
+    """
+    try:
+        whole = json_object(body, "the refusal", RESPONSE_BYTES_MAX)
+    except BoundsError:
+        tags = [xml_text(body, tag) for tag in ("Message", "Details", "title")]
+        is_text = not body.lstrip().startswith((b"<", b"{"))
+        found = " ".join(filter(None, (tag.strip().partition("\n")[0] for tag in tags)))
+        return found or (body.decode("utf-8", "replace") if is_text else "")
+    stated = whole.get("error", whole)
+    if isinstance(stated, dict):
+        stated = stated.get("message")
+    return stated if isinstance(stated, str) else ""
 
 
 def one_line(found: str, max_chars: int) -> str:
@@ -261,7 +278,7 @@ def _tag(etag: str) -> str:
 
 def json_objects(response: Response, base: str, prefix: str) -> Page:
     """Parse a page of a listing of GCS; see :func:`objects`."""
-    body = _json(response, "the listing", "storage#objects")
+    body = json_document(response, "the listing", "storage#objects")
     now = _stated_date(response)
     found = []
     for each in items(body.get("items", []), "items", _PAGE_ITEMS_MAX):
@@ -273,7 +290,7 @@ def json_objects(response: Response, base: str, prefix: str) -> Page:
 
 def json_folders(response: Response, base: str, prefix: str) -> Folders:
     """Parse a page of a listing of GCS with the delimiter ``/``; see :func:`objects`."""
-    body = _json(response, "the listing", "storage#objects")
+    body = json_document(response, "the listing", "storage#objects")
     names = [
         _folder(text(each, "a prefix", _KEY_CHARS_MAX), base, prefix)
         for each in items(body.get("prefixes", []), "prefixes", _PAGE_ITEMS_MAX)
@@ -302,21 +319,21 @@ def _json_info(item: Mapping[str, Any], key: str, now: datetime | None) -> Objec
     )
 
 
-def json_metadata(response: Response, base: str, key: str) -> tuple[ObjectInfo, int | None]:
-    """An object of GCS, and its CRC32C; None if the store returns no checksum.
+def json_metadata(response: Response, base: str, key: str) -> tuple[ObjectInfo, str | None]:
+    """An object of GCS, and its CRC32C in base64; None if the store returns no checksum.
 
     Args:
         base: prefix of the store's URL; removed from the key.
     """
-    body = _json(response, "the metadata", "storage#object")
+    body = json_document(response, "the metadata", "storage#object")
     if body.get("name") != base + key:
         raise BoundsError(f"name is {body.get('name')!r:.80}, not {base + key!r:.80}")
     info = _json_info(body, key, _stated_date(response))
-    return info, _crc32c(str(body.get("crc32c", "")))
+    return info, str(body.get("crc32c") or "") or None
 
 
-def _json(response: Response, what: str, kind: str) -> Mapping[str, Any]:
-    """The JSON object of a response, which is of this kind."""
+def json_document(response: Response, what: str, kind: str) -> Mapping[str, Any]:
+    """The JSON object of a response of GCS, which is of this kind."""
     body = json_object(response.body, what, RESPONSE_BYTES_MAX)
     if body.get("kind") != kind:
         raise BoundsError(f"kind is {body.get('kind')!r:.40}, not {kind!r}")
@@ -361,18 +378,3 @@ def remaining(response: Response, base: str) -> dict[str, str]:
         _below(field(item, "Key", _KEY_CHARS_MAX), base, ""): one_line(field(item, "Code", 200), 80)
         for item in result.findall("Error")
     }
-
-
-def hashed_crc32c(hashes: str) -> int | None:
-    """The CRC32C in a header ``x-goog-hash``; None if the header has none."""
-    for item in hashes.split(","):
-        kind, _, value = item.strip().partition("=")
-        if kind == "crc32c":
-            return _crc32c(value)
-    return None
-
-
-def _crc32c(encoded: str) -> int | None:
-    with suppress(ValueError):
-        return crc32c_from_base64(encoded)
-    return None

@@ -31,11 +31,12 @@ def test_a_range_is_read_only_from_a_complete_answer(
     """With the range that was asked for; some servers send it with status 200."""
     store, sink = S3Store(StoreAccess(url="s3://bucket")), BytesSink(3)
 
-    def answer(_key: str, _headers: Mapping[str, str], sink: Sink) -> Response:
+    def answer(*_: object, headers: Mapping[str, str], sink: Sink) -> Response:
+        assert headers["range"] == "bytes=5-7"
         sink.write(memoryview(b"abc"))
         return Response(status, {"content-range": content_range}, b"")
 
-    monkeypatch.setattr(store, "_read", answer)
+    monkeypatch.setattr(store._access, "call", answer)
     if is_read:
         store.get_range("key", 5, 3, sink)
         assert sink.data == b"abc"

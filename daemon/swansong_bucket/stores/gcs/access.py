@@ -9,20 +9,22 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import quote, urlencode, urlsplit
-
-from swansong import bounds
-from swansong.bounds import BoundsError
 
 from swansong_bucket.config.sections import StoreAccess
 from swansong_bucket.errors import ConfigError, Permanent, StoreError, Transient
-from swansong_bucket.stores.base import RENEW_BELOW_S, Body, Sink, bucket_and_prefix, named
-from swansong_bucket.stores.clock import StoreClock
-from swansong_bucket.stores.credentials import CredentialCache
-from swansong_bucket.stores.http.client import REFUSAL_BYTES_MAX, Response, Wire
-from swansong_bucket.stores.remote import ENDPOINT, WireLimits, refusal, translated, wire_to
-from swansong_bucket.stores.responses import one_line, xml_text
+from swansong_bucket.stores.base import RENEW_BELOW_S, Body, bucket_and_prefix
+from swansong_bucket.stores.http.client import Response, Wire
+from swansong_bucket.stores.remote import (
+    ENDPOINT,
+    REDIRECT_HINTS,
+    RemoteAccess,
+    StoreRequest,
+    WireLimits,
+    translated,
+    wire_to,
+)
 
 _ADDRESS = "https://storage.googleapis.com"
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
@@ -30,22 +32,13 @@ _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _CREDENTIALS = (
     "Give the VM a service account with the storage scope, or set application default credentials"
 )
-_HINTS = {
-    **dict.fromkeys(
-        (301, 302, 303, 307, 308),
-        "Redirects are not followed: set store.endpoint to the store's own address",
-    ),
-    401: _CREDENTIALS,
-    403: "Grant the role of packer/permissions/gcp-vm.yaml on the bucket to the VM's service account",
-    404: "If the bucket is missing, create it or fix store.url",
-}
 
 
 class _NoCredentials(Permanent):
     """No source has application default credentials."""
 
 
-class GcsAccess:
+class GcsAccess(RemoteAccess):
     """Requests to one bucket, with its connections and credentials.
 
     Uses Google's application default credentials: a file that GOOGLE_APPLICATION_CREDENTIALS names, those of
@@ -54,18 +47,29 @@ class GcsAccess:
 
     Args:
         config: with a URL ``gs://bucket/prefix``.
-        check: sends a request, for the clock of the store.
 
     Raises:
         ConfigError: the URL has another form, or the endpoint is not ``https://host[:port]``.
     """
 
+    _credentials_hint = _CREDENTIALS
+    _kinds: ClassVar[Mapping[str, type[StoreError]]] = {
+        "BadDigest": Transient,
+        "IncompleteBody": Transient,
+    }
+    _hints: ClassVar[Mapping[str, str]] = {
+        **REDIRECT_HINTS,
+        "401": _CREDENTIALS,
+        "403": "Grant the role of packer/permissions/gcp-vm.yaml on the bucket to the VM's service account",
+        "404": "If the bucket is missing, create it or fix store.url",
+        "NoSuchKey": "",
+    }
+
     def __init__(
         self, config: StoreAccess, limits: WireLimits, check: Callable[[], object]
     ) -> None:
-        self._url = config.url or ""
+        super().__init__("GCS", config, check)
         self.bucket, self.prefix = bucket_and_prefix(self._url)
-        self.clock = StoreClock(check)
         configured = config.endpoint or _emulator()
         self._is_google = configured is None
         self._endpoint = (configured or _ADDRESS).rstrip("/")
@@ -74,93 +78,53 @@ class GcsAccess:
                 [f"store.endpoint: {self._endpoint!r:.80} must read https://host[:port]"]
             )
         trusted = os.environ.get("REQUESTS_CA_BUNDLE") or None
-        self._credentials = CredentialCache(
-            "GCS",
-            load=self._load_credentials,
-            fetch=self._fetch_token,
-            has_expired=lambda found: _left_s(found) <= 0,
-        )
         self._transport = _Transport(trusted, limits.read_timeout_s)
         self._wire = wire_to(self._endpoint, config, limits, trusted)
 
     def renew_credentials(self) -> None:
-        """Renew a token that expires soon; raises Permanent if there are no credentials."""
         if self._authorization():
             self._credentials.renew()
 
-    def json(
-        self,
-        what: str,
-        method: str,
-        key: str | None,
-        parameters: Mapping[str, str] | None = None,
-        *,
-        body: Body | None = None,
-    ) -> Response:
-        """Send one request to the JSON interface for an object; with key None for the bucket's objects."""
-        target = f"/storage/v1/b/{quote(self.bucket, safe='')}/o"
-        if key is not None:
-            target += f"/{quote(self.prefix + key, safe='')}"
-        if parameters:
-            target += "?" + urlencode(parameters, quote_via=quote)
-        with named(f"{what} in {self._url}"):
-            headers = {"content-type": "application/json"} if body is not None else {}
-            return self.exchange(method, target, headers, body=body)
+    def of_bucket(self, what: str, below: str) -> Response:
+        """GET a resource of the bucket itself: its path below that of the bucket, and the query."""
+        target = f"/storage/v1/b/{quote(self.bucket, safe='')}{below}"
+        return self._exchange(what, StoreRequest("GET", target, {}, {}))
 
-    def xml(
-        self,
-        what: str,
-        method: str,
-        key: str,
-        *,
-        headers: Mapping[str, str],
-        body: Body | None = None,
-        sink: Sink | None = None,
-    ) -> Response:
-        """Send one request to the XML interface for an object."""
-        target = f"/{self.bucket}/{quote(self.prefix + key)}"
-        with named(f"{what} in {self._url}"):
-            return self.exchange(method, target, headers, body=body, sink=sink)
+    def _path(self, key: str | None, *, is_data: bool) -> str:
+        """The XML interface has the bytes of objects, the JSON interface everything else."""
+        if key is not None and is_data:
+            return f"/{self.bucket}/{quote(self.prefix + key)}"
+        below = "" if key is None else f"/{quote(self.prefix + key, safe='')}"
+        return f"/storage/v1/b/{quote(self.bucket, safe='')}/o{below}"
 
-    def exchange(
-        self,
-        method: str,
-        target: str,
-        headers: Mapping[str, str] | None = None,
-        *,
-        body: Body | None = None,
-        sink: Sink | None = None,
-    ) -> Response:
-        """Send one request to the XML or JSON interface; returns the response of a success.
-
-        When the store refuses a token, one thread reads the credentials again for all threads.
-
-        Raises:
-            Transient: also when the credentials were renewed after a refusal.
-            Permanent: also for a redirect, and when the store refuses the renewed credentials.
-        """
-        authorization = self._authorization()
-        response = self._wire.request(
-            method, target, {**(headers or {}), **authorization}, body=body, sink=sink
+    def _answered(self, used: Mapping[str, str], request: StoreRequest) -> Response:
+        query = urlencode(request.parameters, quote_via=quote)
+        return self._wire.request(
+            request.method,
+            f"{request.path}?{query}" if query else request.path,
+            {**request.headers, **used},
+            body=request.body,
+            sink=request.sink,
         )
-        # The cause of a 403 is a missing right, or a new key file of another account.
-        is_of_credentials = bool(authorization) and response.status in (401, 403)
-        if is_of_credentials and self._credentials.replace(
-            authorization, is_certain=response.status == 401
-        ):
-            raise Transient(f"{_message(response)}; the credentials have been renewed")
-        if response.status >= 300:
-            raise _refusal(response)
-        self._credentials.accept(authorization)
-        self.clock.observe(response.headers.get("date", ""))
-        return response
+
+    def _are_refused(
+        self, response: Response, code: str, request: StoreRequest, used: Any
+    ) -> bool | None:
+        """As in the base class: the cause of a 403 can be a new key file of another account."""
+        if not used:
+            return False
+        is_doubtful = response.status == 403
+        return super()._are_refused(response, code, request, used) or (
+            None if is_doubtful else False
+        )
 
     def _authorization(self) -> Mapping[str, str]:
         """Headers that authorise a request; empty for anonymous requests."""
         if self._endpoint.startswith("http:"):
             return {}
         try:
-            return self._credentials.get()
+            found: Mapping[str, str] = self._credentials.get()
+            return found
         except _NoCredentials:
             if self._is_google:
                 raise
@@ -179,14 +143,17 @@ class GcsAccess:
             except DefaultCredentialsError as error:
                 raise _NoCredentials("none found", hint=_CREDENTIALS) from error
 
-    def _fetch_token(self, found: Any) -> Mapping[str, str]:
+    def _fetch_credentials(self, source: Any) -> Mapping[str, str]:
         """Headers with a token, renewed if it expires soon."""
         with _errors_of_credentials():
-            if _left_s(found) < RENEW_BELOW_S:
-                found.refresh(self._transport)
+            if _left_s(source) < RENEW_BELOW_S:
+                source.refresh(self._transport)
             headers: dict[str, str] = {}
-            found.apply(headers, found.token)
+            source.apply(headers, source.token)
             return headers
+
+    def _has_expired(self, source: Any) -> bool:
+        return _left_s(source) <= 0
 
 
 def _emulator() -> str | None:
@@ -268,36 +235,6 @@ class _Transport:
 def _errors_of_credentials() -> AbstractContextManager[None]:
     """Turn errors of Google's credentials into errors of the contract."""
     return translated("credentials for GCS", _classified)
-
-
-def _message(response: Response) -> str:
-    code = one_line(xml_text(response.body, "Code"), 80)
-    reason = one_line(_reason(response.body), 300)
-    return " ".join(filter(None, (str(response.status), code, reason)))
-
-
-def _refusal(response: Response) -> StoreError:
-    """The error of the contract for a response with an error status."""
-    code, message = xml_text(response.body, "Code"), _message(response)
-    hint = _HINTS.get(response.status, "")
-    if response.status == 404 and code not in ("", "NoSuchBucket"):
-        hint = ""
-    is_transient = code in ("BadDigest", "IncompleteBody")
-    return refusal(response, message, hint, is_transient=is_transient)
-
-
-def _reason(body: bytes) -> str:
-    """The message of an error response: JSON, XML or plain text."""
-    try:
-        whole = bounds.json_object(body, "the refusal", REFUSAL_BYTES_MAX)
-    except BoundsError:
-        tags = [xml_text(body, tag) for tag in ("Message", "Details", "title")]
-        is_text = not body.lstrip().startswith((b"<", b"{"))
-        return " ".join(filter(None, tags)) or (body.decode("utf-8", "replace") if is_text else "")
-    found = whole.get("error", whole)
-    if isinstance(found, dict):
-        found = found.get("message")
-    return found if isinstance(found, str) else ""
 
 
 def _classified(error: Exception, message: str) -> StoreError:

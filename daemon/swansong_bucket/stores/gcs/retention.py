@@ -40,12 +40,13 @@ class GcsRetention(Retention):
     def _extend(self, key: str, mode: LockMode, until: str) -> None:
         name = {"governance": "Unlocked", "compliance": "Locked"}[mode]
         order = {"retention": {"mode": name, "retainUntilTime": until}}
-        self._access.json(f"lock {key}", "PATCH", key, body=Body(json.dumps(order).encode()))
+        headers, body = {"content-type": "application/json"}, Body(json.dumps(order).encode())
+        self._access.call(f"lock {key}", "PATCH", key, headers=headers, body=body)
 
     def _until(self, key: str) -> float | None:
         what = f"retention of {key}"
         try:
-            response = self._access.json(what, "GET", key, {"fields": "kind,retention"})
+            response = self._access.call(what, "GET", key, {"fields": "kind,retention"})
         except NotFound:
             return None
         with responses.complete(what):

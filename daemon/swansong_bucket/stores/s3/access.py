@@ -11,22 +11,30 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import parse_qs, urlsplit
 
 from swansong_bucket.config.sections import StoreAccess
 from swansong_bucket.errors import Exists, NotFound, Permanent, StoreError, Transient
-from swansong_bucket.stores.base import Body, Sink, bucket_and_prefix, named
-from swansong_bucket.stores.clock import CLOCK_HINT, SigningClock, StoreClock
-from swansong_bucket.stores.credentials import CredentialCache
+from swansong_bucket.stores.base import bucket_and_prefix
+from swansong_bucket.stores.clock import CLOCK_HINT, SigningClock
 from swansong_bucket.stores.http.client import Response, Wire
-from swansong_bucket.stores.remote import ENDPOINT, WireLimits, refusal, translated, wire_to
+from swansong_bucket.stores.remote import (
+    ENDPOINT,
+    RemoteAccess,
+    StoreRequest,
+    WireLimits,
+    code_of,
+    translated,
+    wire_to,
+)
 from swansong_bucket.stores.responses import one_line, xml_text
 from swansong_bucket.stores.s3.sigv4 import (
     EMPTY_PAYLOAD,
+    UNSIGNED_PAYLOAD,
     AwsCredentials,
     encoded_path,
     encoded_query,
@@ -41,15 +49,10 @@ _UNUSED_KEYS = {"aws_access_key_id": "unused", "aws_secret_access_key": "unused"
 """For presigned URLs that are only parsed, never requested."""
 
 # Codes with status 400 whose cause is this attempt, not the request.
-_TRANSIENT_CODES = {
+_TRANSIENT_CODES = (
     "RequestTimeout", "IncompleteBody", "BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch",
     "XAmzContentChecksumMismatch", "SlowDown", "Throttling", "ThrottlingException", "InternalError",
-}  # fmt: skip
-# Codes whose cause is the credentials: rotated keys, expired or revoked sessions.  Others may exist by now.
-_CREDENTIALS_CODES = {
-    "ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidAccessKeyId", "InvalidToken",
-    "SignatureDoesNotMatch",
-}  # fmt: skip
+)  # fmt: skip
 _CLOCK_CODE = "RequestTimeTooSkewed"
 _ELSEWHERE_CODES = {
     "PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed",
@@ -58,19 +61,7 @@ _ELSEWHERE_CODES = {
 CREDENTIALS_HINT = (
     "Give the VM an instance role for the bucket, or credentials in boto3's default chain"
 )
-_RIGHTS = "Allow s3:ListBucket, GetObject and PutObject on store.url"
-_REGION = "Set store.region to the region of the bucket"
 _UNSUPPORTED = "This store lacks an operation that Swansong needs: use another store"
-_HINTS = {
-    "NoSuchBucket": "Create the bucket, or fix store.url",
-    _CLOCK_CODE: CLOCK_HINT,
-    "AccessDenied": _RIGHTS,
-    "403": _RIGHTS,
-    **dict.fromkeys(_ELSEWHERE_CODES, _REGION),
-    "301": _REGION,
-    "307": _REGION,
-    "InvalidObjectState": "Run aws s3api restore-object, and remove the rule that archives objects",
-}
 
 
 class Invalid(Permanent):
@@ -79,21 +70,6 @@ class Invalid(Permanent):
 
 class Unsupported(Permanent):
     """The store does not implement this operation."""
-
-
-@dataclass(frozen=True, slots=True)
-class S3Request:
-    """A request before it is signed."""
-
-    method: str
-    path: str
-    """Path of the object below the bucket, with its ``/``; empty for the bucket itself."""
-    parameters: Mapping[str, str] = field(default_factory=dict)
-    headers: Mapping[str, str] = field(default_factory=dict)
-    payload: str = EMPTY_PAYLOAD
-    """See :func:`swansong_bucket.stores.s3.sigv4.signed_headers`."""
-    body: Body | None = None
-    sink: Sink | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,90 +82,91 @@ class Route:
     """Path before the ``/`` of the key: the bucket, or empty if the host names the bucket."""
     region: str
 
-    @property
-    def is_tls(self) -> bool:
-        return self.endpoint.startswith("https:")
 
-
-class S3Access:
+class S3Access(RemoteAccess):
     """Signed requests to one bucket.
 
     Args:
         config: with a URL ``s3://bucket/prefix``.
-        check: sends a request, for the clock of the store.
 
     Raises:
         ConfigError: the URL has another form.
     """
 
+    _credentials_codes = (
+        "ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidAccessKeyId", "InvalidToken",
+        "SignatureDoesNotMatch",
+    )  # fmt: skip
+    _credentials_hint = CREDENTIALS_HINT
+    _kinds: ClassVar[Mapping[str, type[StoreError]]] = {
+        **dict.fromkeys(_TRANSIENT_CODES, Transient),
+        "NoSuchBucket": NotFound,
+        "NoSuchKey": NotFound,
+        "PreconditionFailed": Exists,
+        "InvalidRequest": Invalid,
+        "405": Unsupported,
+        "501": Unsupported,
+    }
+    _hints: ClassVar[Mapping[str, str]] = {
+        "NoSuchBucket": "Create the bucket, or fix store.url",
+        _CLOCK_CODE: CLOCK_HINT,
+        "403": "Allow s3:ListBucket, GetObject and PutObject on store.url",
+        "405": _UNSUPPORTED,
+        "501": _UNSUPPORTED,
+        "InvalidObjectState": "Run aws s3api restore-object, and remove the rule that archives objects",
+    }
+
     def __init__(
         self, config: StoreAccess, limits: WireLimits, check: Callable[[], object]
     ) -> None:
-        self._url = config.url or ""
+        super().__init__("S3", config, check)
         self.bucket, self.prefix = bucket_and_prefix(self._url)
-        self.clock = StoreClock(check)
         self._signing = SigningClock()
         self._config = config
         self._limits = limits
         self._region = config.region
         """Replaced by the region in a redirect."""
-        self._credentials = CredentialCache(
-            "S3", load=self._load_credentials, fetch=_aws_credentials, has_expired=_has_expired
-        )
         self._trusted: str | None = None
         self._route_lock = threading.Lock()
         self._known_route: Route | None = None
 
     # ------------------------------------------------------------ requests
 
-    def call(
-        self,
-        operation: str,
-        method: str,
-        key: str | None,
-        parameters: Mapping[str, str] | None = None,
-        headers: Mapping[str, str] | None = None,
-        *,
-        payload: str = EMPTY_PAYLOAD,
-        body: Body | None = None,
-        sink: Sink | None = None,
-    ) -> Response:
-        """Send one signed request for an object, or with key None for the bucket; returns a success.
+    def _path(self, key: str | None, *, is_data: bool) -> str:  # noqa: ARG002 - for GCS
+        return "" if key is None else encoded_path(f"/{self.prefix}{key}")
 
-        Args:
-            operation: name in the documentation of S3, as in its permissions.
+    def _answered(self, used: AwsCredentials, request: StoreRequest) -> Response:
+        """Send a request.
 
         Raises:
-            StoreError: the store refused the request; also when it redirects to another address.
+            Transient: the bucket is in another region, to which further requests go.
+            Permanent: it is at another address.
         """
-        path = "" if key is None else f"/{self.prefix}{key}"
-        what = operation if key is None else f"{operation} {key}"
-        request = S3Request(method, path, parameters or {}, headers or {}, payload, body, sink)
-        with named(f"{what} in {self._url}"):
-            response = self._exchange(request)
-        self.clock.observe(response.headers.get("date", ""))
+        route = self.route()
+        response = self._signing.answered(partial(_sent, route, used, request))
+        region = response.headers.get("x-amz-bucket-region", route.region)
+        is_elsewhere = 300 <= response.status < 400 or (
+            response.status >= 400 and code_of(response) in _ELSEWHERE_CODES
+        )
+        is_head = request.method == "HEAD" and response.status == 400
+        if is_elsewhere or (is_head and region != route.region):
+            raise self._moved(response, route, used)
         return response
 
-    def _exchange(self, request: S3Request) -> Response:
-        route, credentials = self.route(), self._credentials.get()
-        method = request.method
-        response = self._signing.answered(partial(_sent, route, credentials, request))
-        if 200 <= response.status < 300:
-            self._credentials.accept(credentials)
-            return response
-        code = xml_text(response.body, "Code") or str(response.status)
-        region = response.headers.get("x-amz-bucket-region", route.region)
-        is_elsewhere = 300 <= response.status < 400 or code in _ELSEWHERE_CODES
-        if is_elsewhere or (method == "HEAD" and response.status == 400 and region != route.region):
-            raise self._moved(response, code, route, credentials)
-        is_of_credentials = self._expect_no_others(response, code, credentials, method)
-        if is_of_credentials:
-            raise Permanent(_message(response, code), hint=CREDENTIALS_HINT)
-        raise _refusal(response, code)
+    def _are_refused(
+        self, response: Response, code: str, request: StoreRequest, used: Any
+    ) -> bool | None:
+        """As in the base class.
 
-    def renew_credentials(self) -> None:
-        """Renew credentials that expire soon; raises Permanent if there are none."""
-        self._credentials.renew()
+        The response to a HEAD has no body, so no code.  The cause of a 403 is a missing right or a revoked
+        session, so other credentials are looked for.
+        """
+        if response.status == 400 and request.method == "HEAD":
+            return True
+        is_doubtful = response.status == 403 and code != _CLOCK_CODE
+        return super()._are_refused(response, code, request, used) or (
+            None if is_doubtful else False
+        )
 
     def route(self) -> Route:
         """Address of the bucket; found on the first call."""
@@ -198,45 +175,24 @@ class S3Access:
                 self._known_route = self._found_route()
             return self._known_route
 
-    def _moved(
-        self, response: Response, code: str, route: Route, credentials: AwsCredentials
-    ) -> StoreError:
+    def _moved(self, response: Response, route: Route, used: AwsCredentials) -> StoreError:
         """The error for a bucket in another region; takes the region from the response, never an address."""
         region = response.headers.get("x-amz-bucket-region") or xml_text(response.body, "Region")
         if not region:
             # HeadBucket needs no right: its refusal contains the region, too.
-            head = _sent(route, credentials, S3Request("HEAD", ""), self._signing.now())
+            asked = StoreRequest("HEAD", "", {}, {})
+            head = _sent(route, used, asked, self._signing.now())
             region = head.headers.get("x-amz-bucket-region", "")
-        message = f"{one_line(code, 80)}: the bucket is not in {route.region}"
+        what = one_line(code_of(response), 80) or response.status
+        message = f"{what}: the bucket is not in {route.region}"
         if region == route.region or not _REGION_NAME.fullmatch(region):
-            return Permanent(message, hint=_REGION)
+            return Permanent(message, hint="Set store.region to the region of the bucket")
         with self._route_lock:
             if self._known_route is route:
                 self._known_route = None
                 route.wire.close()
                 self._region = region
         return Transient(f"{message} but in {region}")
-
-    def _expect_no_others(
-        self, response: Response, code: str, used: AwsCredentials, method: str
-    ) -> bool:
-        """Whether the credentials ``used`` are the cause of an error response.
-
-        The response to a HEAD has no body, so no code.  The cause of a 403 is a missing right or a revoked
-        session, so other credentials are looked for.
-
-        Raises:
-            Transient: there are other credentials now.
-        """
-        is_certain = (
-            code in _CREDENTIALS_CODES
-            or response.status == 401
-            or (method == "HEAD" and response.status == 400)
-        )
-        is_possible = response.status == 403 and code != _CLOCK_CODE
-        if (is_certain or is_possible) and self._credentials.replace(used, is_certain=is_certain):
-            raise Transient(f"{_message(response, code)}; other credentials were found")
-        return is_certain
 
     def _found_route(self) -> Route:
         with errors_of(
@@ -294,21 +250,36 @@ class S3Access:
             raise Permanent("no credentials for S3", hint=CREDENTIALS_HINT)
         return found
 
+    def _fetch_credentials(self, source: Any) -> AwsCredentials:
+        """The keys of botocore's credentials, which renew themselves in their last 15 minutes."""
+        with errors_of("credentials for S3", CREDENTIALS_HINT):
+            frozen = source.get_frozen_credentials()
+            credentials = AwsCredentials(frozen.access_key, frozen.secret_key, frozen.token)
+            if not all(isinstance(word, str) for word in (*frozen[:2], frozen.token or "")):
+                raise TypeError("a field is not text")
+            return credentials
 
-def _sent(
-    route: Route, credentials: AwsCredentials, request: S3Request, signed: datetime
-) -> Response:
+    def _has_expired(self, source: Any) -> bool:
+        refresh_needed = getattr(source, "refresh_needed", None)
+        return refresh_needed is not None and bool(refresh_needed(refresh_in=0))
+
+
+def _sent(route: Route, used: AwsCredentials, request: StoreRequest, signed: datetime) -> Response:
     """Sign a request with this time, and send it, once."""
-    path = (route.base_path + encoded_path(request.path)) or "/"
+    path = (route.base_path + request.path) or "/"
     query = encoded_query(request.parameters)
+    payload = EMPTY_PAYLOAD
+    if request.body is not None:
+        is_tls = route.endpoint.startswith("https:")
+        payload = UNSIGNED_PAYLOAD if is_tls else request.body.sha256()
     headers = signed_headers(
         request.method,
         route.wire.host,
         path,
         query,
         request.headers,
-        payload=request.payload,
-        credentials=credentials,
+        payload=payload,
+        credentials=used,
         region=route.region,
         now=signed,
     )
@@ -319,44 +290,6 @@ def _sent(
         body=request.body,
         sink=request.sink,
     )
-
-
-def _aws_credentials(found: Any) -> AwsCredentials:
-    """The keys of botocore's credentials, which renew themselves in their last 15 minutes."""
-    with errors_of("credentials for S3", CREDENTIALS_HINT):
-        frozen = found.get_frozen_credentials()
-        credentials = AwsCredentials(frozen.access_key, frozen.secret_key, frozen.token)
-        if not all(isinstance(word, str) for word in (*frozen[:2], frozen.token or "")):
-            raise TypeError("a field is not text")
-        return credentials
-
-
-def _has_expired(found: Any) -> bool:
-    refresh_needed = getattr(found, "refresh_needed", None)
-    return refresh_needed is not None and bool(refresh_needed(refresh_in=0))
-
-
-# ---------------------------------------------------------------- errors
-
-
-def _message(response: Response, code: str) -> str:
-    status = str(response.status)
-    head = status if code == status else f"{status} {one_line(code, 80)}"
-    return ": ".join(filter(None, (head, one_line(xml_text(response.body, "Message"), 200))))
-
-
-def _refusal(response: Response, code: str) -> StoreError:
-    """The error of the contract for a response with an error status."""
-    message, hint = _message(response, code), _HINTS.get(code, "")
-    if code in ("NoSuchBucket", "NoSuchKey"):
-        return NotFound(message, hint=hint)
-    if code == "PreconditionFailed":
-        return Exists(message)
-    if code == "InvalidRequest" and response.status == 400:
-        return Invalid(message, hint=hint)
-    if response.status in (405, 501):
-        return Unsupported(message, hint=_UNSUPPORTED)
-    return refusal(response, message, hint, is_transient=code in _TRANSIENT_CODES)
 
 
 def errors_of(what: str, hint: str) -> AbstractContextManager[None]:

@@ -45,16 +45,14 @@ class S3Retention(Retention):
         order = ET.Element("Retention")
         ET.SubElement(order, "Mode").text = mode.upper()
         ET.SubElement(order, "RetainUntilDate").text = until
-        headers, payload, body = signed_document(order)
+        headers, body = signed_document(order)
         query = {"retention": ""}
-        self._access.call(
-            "PutObjectRetention", "PUT", key, query, headers, payload=payload, body=body
-        )
+        self._access.call(f"PutObjectRetention {key}", "PUT", key, query, headers, body=body)
 
     def _until(self, key: str) -> float | None:
         what = f"GetObjectRetention {key}"
         try:
-            response = self._access.call("GetObjectRetention", "GET", key, {"retention": ""})
+            response = self._access.call(what, "GET", key, {"retention": ""})
         except NotFound:  # no object, or an object without a retention
             return None
         except Invalid:
@@ -65,8 +63,8 @@ class S3Retention(Retention):
             return instant(found, "RetainUntilDate")
 
 
-def signed_document(root: ET.Element) -> tuple[dict[str, str], str, Body]:
-    """Headers, payload hash and body of a request with an XML document.
+def signed_document(root: ET.Element) -> tuple[dict[str, str], Body]:
+    """Headers and body of a request with an XML document.
 
     It has two checksums: S3 requires one of them, and compatible stores know the older one only.
     """
@@ -74,4 +72,4 @@ def signed_document(root: ET.Element) -> tuple[dict[str, str], str, Body]:
     body = Body(content)
     md5 = base64.b64encode(hashlib.md5(content, usedforsecurity=False).digest()).decode()
     headers = {"x-amz-checksum-crc32c": crc32c_base64(body.crc32c), "content-md5": md5}
-    return headers, body.sha256(), body
+    return headers, body
