@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from operator import gt
 
-from swansong_bucket.errors import CorruptError, MissingError, Permanent, Transient
+from swansong_bucket.errors import CorruptError, MissingError, Transient
 from swansong_bucket.format.keys import UNSIGNED, RunKeys
 from swansong_bucket.format.manifest import Manifest
 from swansong_bucket.model import Chunk, merged_health
@@ -23,14 +23,13 @@ from swansong_bucket.retention.retention import CommitFacts, CommitKey
 from swansong_bucket.runs import catalog
 from swansong_bucket.runs.catalog import Commit
 from swansong_bucket.runs.pins import Pins, StoredPin
-from swansong_bucket.stores.base import ObjectInfo, ObjectStore
+from swansong_bucket.stores.base import ObjectInfo, ObjectStore, stored_objects
 
 Progress = Callable[[int, int], None]
 
 _ATTEMPTS = 3
 """Listings that are read again because a manifest was deleted between listing and reading."""
 _SHOWN_MAX = 5
-_PAGES_MAX = 100_000
 
 
 class Chunks:
@@ -260,20 +259,6 @@ def _read(
 
     catalog.load_each(store, keys, commits, take, progress=progress, stop=stop)
     return done, failed
-
-
-def stored_objects(store: ObjectStore, prefix: str) -> Iterator[ObjectInfo]:
-    """The objects whose key starts with ``prefix``, page by page; an object can occur twice.
-
-    Unlike the list of the store, it has no limit and remembers no key.
-    """
-    token: str | None = None
-    for _ in range(_PAGES_MAX):
-        infos, token = store.page(prefix, token)
-        yield from infos
-        if token is None:
-            return
-    raise Permanent(f"list {prefix}: the pages of the store's listing do not end")
 
 
 def _unreadable(store: ObjectStore, problems: Sequence[str]) -> CorruptError:

@@ -47,6 +47,7 @@ DELETED_MAX = 1000
 LISTED_MAX = 1_000_000
 """Entries of one listing, which is in memory: 20,000 files of each of 50 VMs."""
 _PAGES_MAX = 20_000
+_STORED_PAGES_MAX = 100_000
 _DELETE_THREADS = 8
 _AZURE_ACCOUNT = re.compile(r"[a-z0-9]{3,24}")
 _AZURE_CONTAINER = re.compile(r"(?=.{3,63}\Z)[a-z0-9]+(-[a-z0-9]+)*")
@@ -343,6 +344,20 @@ def all_pages(
         if token in tokens or len(tokens) >= _PAGES_MAX:
             raise Permanent(f"{what}: the pages of the store's listing do not end")
         tokens.add(token)
+
+
+def stored_objects(store: ObjectStore, prefix: str) -> Iterator[ObjectInfo]:
+    """The objects whose key starts with ``prefix``, page by page; an object can occur twice.
+
+    Unlike :meth:`ObjectStore.list`, it has no limit of the entries and remembers no key.
+    """
+    token: str | None = None
+    for _ in range(_STORED_PAGES_MAX):
+        infos, token = store.page(prefix, token)
+        yield from infos
+        if token is None:
+            return
+    raise Permanent(f"list {prefix}: the pages of the store's listing do not end")
 
 
 def expect_few(infos: Sequence[ObjectInfo]) -> None:

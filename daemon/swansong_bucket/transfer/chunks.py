@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 
 from swansong_bucket.model import Chunk, StoredShard
 
+MISSING = "is missing from the store"
+"""The defect of a chunk without an object."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -31,7 +34,7 @@ class Place:
 def defect_of_size(chunk: Chunk, size_bytes: int | None) -> str:
     """The defect of a chunk with an object of this size, None if there is no object; empty without one."""
     if size_bytes is None:
-        return "is missing from the store"
+        return MISSING
     if size_bytes != chunk.size_bytes:
         return f"has an object of {size_bytes} bytes instead of {chunk.size_bytes}"
     return ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractContextManager,
@@ -23,6 +23,7 @@ from contextlib import (
 )
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from typing import TypeVar
 
 import structlog
 from blake3 import blake3
@@ -37,12 +38,14 @@ from swansong_bucket.errors import (
     Transient,
 )
 from swansong_bucket.model import Chunk, CommitRef, StoredShard
-from swansong_bucket.stores.base import WINDOW_BYTES, ObjectStore
+from swansong_bucket.stores.base import WINDOW_BYTES, ObjectStore, stored_objects
 from swansong_bucket.transfer.chunks import Place, cover, defect_of_size, places_of
 from swansong_bucket.transfer.journal import Noted
 from swansong_bucket.transfer.target import RestoredFile, RestoreTarget, read_window
-from swansong_bucket.util.concurrency import SAMPLE_S, ConcurrencyLimit
+from swansong_bucket.util.concurrency import FIRST, SAMPLE_S, ConcurrencyLimit
 from swansong_bucket.util.threads import parallel
+
+Task = TypeVar("Task")
 
 Progress = Callable[[int, int], None]
 """Takes the bytes done and the total; called from any thread, one call at a time."""
@@ -63,6 +66,8 @@ _Write = Callable[[memoryview, int], int]
 
 CONNECTIONS = 16
 """Default limit of parallel connections."""
+LISTED_MIN = 101
+"""With this number of chunks of one generation, a listing costs less than their HEADs."""
 _SYNCS = 2
 """Threads of a restore for each connection: a thread that waits for the disk fetches nothing."""
 _SMALL_BYTES = 2**20
@@ -121,20 +126,78 @@ class Reader:
     refused: Callable[[str, Permanent], CorruptError] | None = None
     mirror: ObjectStore | None = None
 
-    def check(self, chunks: Collection[Chunk]) -> dict[Chunk, str]:
-        """Read stored chunks; returns the defect of each one that is missing or does not match its name."""
+    def sizes(self, chunks: Collection[Chunk], *, listed_min: int = LISTED_MIN) -> dict[Chunk, int]:
+        """The sizes of the objects of these chunks, without those that were not found.
+
+        Args:
+            listed_min: this number of chunks of one generation is looked up by a listing, a smaller one by
+                HEADs.  Some stores omit keys between two pages of a listing.
+        """
+        keys_of: defaultdict[str, set[str]] = defaultdict(set)
+        for chunk in chunks:
+            keys_of[chunk.key[: chunk.key.rindex("/") + 1]].add(chunk.key)
+        many = [prefix for prefix, keys in keys_of.items() if len(keys) >= listed_min]
+        few = [key for prefix, keys in keys_of.items() if prefix not in many for key in keys]
+        found: dict[str, int] = {}
+
+        def listed(prefix: str) -> None:
+            for info in stored_objects(self.store, prefix):
+                if info.key in keys_of[prefix]:  # there can be any number of other objects
+                    found[info.key] = info.size_bytes
+
+        def asked(key: str) -> None:
+            if (info := self.store.head(key)) is not None:
+                found[key] = info.size_bytes
+
+        self._parallel(many, listed)
+        self._parallel(few, asked)
+        return {chunk: found[chunk.key] for chunk in chunks if chunk.key in found}
+
+    def check(
+        self, chunks: Collection[Chunk], intact: Callable[[Chunk], object] = lambda _chunk: None
+    ) -> dict[Chunk, str]:
+        """Read stored chunks; returns the defect of each one that is missing or does not match its name.
+
+        Args:
+            intact: called with each of the other chunks, from any thread.
+        """
         defects: dict[Chunk, str] = {}
-        transfer = self._transfer(sum(chunk.size_bytes for chunk in chunks))
+        transfer = self._transfer(chunks)
 
         def one(chunk: Chunk) -> None:
             with transfer.chunk() as may_begin:
-                sink = _ChunkSink(chunk, transfer, _count_all)
-                why = self.fetch(chunk, sink) if may_begin else ""
+                if not may_begin:
+                    return
+                why = self.fetch(chunk, _ChunkSink(chunk, transfer, _count_all))
             if why:
                 defects[chunk] = why
+            else:
+                intact(chunk)
 
-        parallel(chunks, one, threads=self.options.connections, stop=self.options.stop)
+        self._parallel(chunks, one)
         return defects
+
+    def each(self, chunks: Collection[Chunk], take: Callable[[Chunk, bytearray], object]) -> None:
+        """Read stored chunks into memory, and pass each to ``take``, in as many threads as connections.
+
+        Raises:
+            CorruptError: a chunk is missing or does not match its name.
+        """
+        transfer = self._transfer(chunks, first=self.options.connections)
+
+        def one(chunk: Chunk) -> None:
+            with transfer.chunk() as may_begin:
+                if not may_begin:
+                    return
+                data = bytearray()
+                if why := self.fetch(chunk, _ChunkSink(chunk, transfer, partial(_collect, data))):
+                    raise CorruptError(f"{chunk.key} {why}")
+                take(chunk, data)
+
+        self._parallel(chunks, one)
+
+    def _parallel(self, tasks: Collection[Task], function: Callable[[Task], None]) -> None:
+        parallel(tasks, function, threads=self.options.connections, stop=self.options.stop)
 
     def read(
         self,
@@ -160,7 +223,7 @@ class Reader:
         # starts last would leave other connections idle at the end.
         ordered = sorted(shards, key=lambda s: (s.size_bytes > _SMALL_BYTES, -s.size_bytes))
         places = places_of(ordered)
-        transfer = self._transfer(sum(shard.size_bytes for shard in shards))
+        transfer = self._transfer(shards)
         reading = _Reading(self, transfer, places, target, noted=noted, local=dict(local))
         tasks: list[Callable[[], None]] = [
             partial(reading.create, [shard.path for shard in ordered if not shard.extents])
@@ -175,8 +238,11 @@ class Reader:
             is_of_store=reading.is_of_store,
         )
 
-    def _transfer(self, total_bytes: int) -> _Transfer:
-        limit = ConcurrencyLimit(self.options.connections)
+    def _transfer(
+        self, parts: Collection[Chunk] | Collection[StoredShard], *, first: int = FIRST
+    ) -> _Transfer:
+        limit = ConcurrencyLimit(self.options.connections, first)
+        total_bytes = sum(part.size_bytes for part in parts)
         return _Transfer(total_bytes, limit, self.options.progress, self.options.stop)
 
     def fetch(self, chunk: Chunk, sink: _ChunkSink) -> str:
@@ -301,6 +367,11 @@ class _Transfer:
 
 
 def _count_all(window: memoryview, _at_bytes: int) -> int:
+    return window.nbytes
+
+
+def _collect(data: bytearray, window: memoryview, at_bytes: int) -> int:
+    data[at_bytes:] = window  # a repeated attempt starts again
     return window.nbytes
 
 

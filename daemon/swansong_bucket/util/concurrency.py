@@ -46,10 +46,12 @@ class ConcurrencyLimit:
 
     Attributes:
         most: upper bound of the limit.
+        first: its initial value.
         now: the limit: the number of parts that may be in flight.
     """
 
     most: int
+    first: int = FIRST
     now: int = field(init=False)
     _before: int = field(init=False)
     """The limit before the doubling under trial; equal to ``now`` if none is under trial."""
@@ -65,14 +67,14 @@ class ConcurrencyLimit:
     """Those since the doubling under trial, or of the last second."""
 
     def __post_init__(self) -> None:
-        self.now = self._before = self._judged = min(FIRST, self.most)
+        self.now = self._before = self._judged = min(self.first, self.most)
 
     def begin(self) -> None:
         """Prepare for another transfer: half of the last limit, whose doubling is tried first.
 
         A transfer that ended before a doubling was judged changes nothing: it may be small.
         """
-        self.now = self._before = min(self.most, max(FIRST, self._judged // 2))
+        self.now = self._before = min(self.most, max(self.first, self._judged // 2))
         self._samples = []
         self._pause_s, self._pause_until_mono_s = _PAUSE_S[0], 0.0
 

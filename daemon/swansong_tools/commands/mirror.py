@@ -81,7 +81,7 @@ def _copy_all(args: argparse.Namespace, here: Opened, mirror: ObjectStore) -> in
             here.keys,
             here.stop,
             connections=here.config.mirror.connections,
-            moved=progress.add,
+            copied=progress.add,
         )
         copier.check_fence()
         absent = copier.absent()

@@ -8,8 +8,8 @@ sample of the chunks is enough to notice that a store loses bytes.
 from __future__ import annotations
 
 import random
+import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,14 +18,12 @@ from swansong_bucket.errors import CorruptError
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.format.manifest import Manifest, chunks_of
 from swansong_bucket.model import Chunk, CommitRef, StoredShard
-from swansong_bucket.retention.survey import stored_objects
 from swansong_bucket.runs import catalog
 from swansong_bucket.runs.catalog import Commit
 from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.transfer.chunks import defect_of_size
 from swansong_bucket.transfer.reader import Reader, ReadOptions
 from swansong_bucket.transfer.restore import merged, nothing_found
-from swansong_bucket.util.threads import parallel
 
 _DEFAULT = ReadOptions()
 
@@ -145,34 +143,12 @@ def wrong_sizes(
     store: ObjectStore, chunks: Collection[Chunk], options: ReadOptions
 ) -> dict[Chunk, str]:
     """The chunks that are missing or have another size, each with its defect, by one listing a generation."""
-    wanted: defaultdict[str, list[Chunk]] = defaultdict(list)
-    for chunk in chunks:
-        wanted[chunk.key[: chunk.key.rindex("/") + 1]].append(chunk)
-    wrong: dict[Chunk, str] = {}
-    unlisted: list[Chunk] = []
-
-    def compare(chunk: Chunk, size_bytes: int | None) -> None:
-        if why := defect_of_size(chunk, size_bytes):
-            wrong[chunk] = why
-
-    def listed(prefix: str) -> None:
-        names = {chunk.key for chunk in wanted[prefix]}  # there can be any number of other objects
-        infos = stored_objects(store, prefix)
-        sizes_bytes = {info.key: info.size_bytes for info in infos if info.key in names}
-        for chunk in wanted[prefix]:
-            if chunk.key in sizes_bytes:
-                compare(chunk, sizes_bytes[chunk.key])
-            else:
-                unlisted.append(chunk)
-
-    def asked(chunk: Chunk) -> None:
-        # Some stores omit keys between two pages of a listing.
-        info = store.head(chunk.key)
-        compare(chunk, None if info is None else info.size_bytes)
-
-    parallel(wanted, listed, threads=options.connections, stop=options.stop)
-    parallel(unlisted, asked, threads=options.connections, stop=options.stop)
-    return wrong
+    reader = Reader(store, options)
+    sizes_bytes = reader.sizes(chunks, listed_min=0)
+    unlisted = [chunk for chunk in chunks if chunk not in sizes_bytes]
+    sizes_bytes |= reader.sizes(unlisted, listed_min=sys.maxsize)
+    defects = ((chunk, defect_of_size(chunk, sizes_bytes.get(chunk))) for chunk in chunks)
+    return {chunk: why for chunk, why in defects if why}
 
 
 def each_commit(

@@ -23,7 +23,6 @@ from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.format.manifest import Manifest
 from swansong_bucket.mirror.copier import Copier, Gone, ManifestPlace
 from swansong_bucket.mirror.fence import PromotedError
-from swansong_bucket.mirror.gate import Gate
 from swansong_bucket.model import CommitRef
 from swansong_bucket.runs import catalog
 from swansong_bucket.stores.base import ObjectStore
@@ -41,6 +40,7 @@ FENCE_INTERVAL_S = 60.0
 RECORDS_INTERVAL_S = 600.0
 _RETRY_S_FIRST = 2.0
 _RETRY_S_MAX = 60.0
+_POLL_S = 0.1
 _URGENT_S = 2.0
 """Time between two rounds during an evacuation."""
 CALL_BUDGET_S = 20.0
@@ -91,23 +91,13 @@ class Mirroring:
         self._stop = stop
         self._keys = keys
         self._budget_s = budget_s
-        self._gate = Gate(stop, lambda: limits.may_mirror(state()))
-        throttled = Throttled(
-            mirror,
-            lambda: limits.mirror_rate_bytes_per_s(state(), limit_bytes_per_s),
-            limits_reads=True,
+        self.store = self._throttled(
+            mirror, lambda: limits.mirror_rate_bytes_per_s(state(), limit_bytes_per_s)
         )
-        self.store = self._retrying(throttled)
         """The mirror, with retries, for other background work."""
-        self._primary = self._retrying(primary)
+        self._primary = self._throttled(primary, lambda: None)
         self._copier = Copier(
-            self._primary,
-            self.store,
-            keys,
-            stop,
-            gate=self._gate,
-            connections=connections,
-            moved=self._moved,
+            self._primary, self.store, keys, stop, connections=connections, copied=self._copied
         )
         self._lock = threading.Lock()
         self._waiting: dict[ManifestPlace, _Waiting] = {}
@@ -150,7 +140,7 @@ class Mirroring:
         now_mono_s = time.monotonic()
         with self._lock:
             state, reason = self._shown
-            if state is MirrorState.COPYING and self._gate.is_closed:
+            if state is MirrorState.COPYING and self._is_paused():
                 state, reason = MirrorState.PAUSED, "a checkpoint needs the link"
             newer = [
                 waiting.since_mono_s
@@ -199,7 +189,7 @@ class Mirroring:
 
     def _round(self) -> None:
         """Do all that is due."""
-        self._gate.wait()
+        self._wait_for_link()
         if time.monotonic() >= self._fence_due_mono_s:
             self._copier.check_fence()
             self._fence_due_mono_s = time.monotonic() + FENCE_INTERVAL_S
@@ -211,10 +201,21 @@ class Mirroring:
             self._copy(place)
         is_decided = self._is_decided()
         if self._are_records_due or is_decided or time.monotonic() >= self._records_due_mono_s:
-            self._copier.copy_records()
+            self._copier.copy_records(self._wait_for_link)
             self._are_records_due = False
             self._records_due_mono_s = time.monotonic() + RECORDS_INTERVAL_S
         self._show(MirrorState.OK)
+
+    def _is_paused(self) -> bool:
+        """Whether copies must pause.  After the stop nothing waits: each copy ends at its next window."""
+        return not (self._stop.is_set() or limits.may_mirror(self._state()))
+
+    def _wait_for_link(self) -> None:
+        """Block while copies must pause; raises Stopped."""
+        while self._is_paused():
+            self._stop.wait(_POLL_S)
+        if self._stop.is_set():
+            raise Stopped("stopped before it was done")
 
     def _is_decided(self) -> bool:
         """Whether an evacuation has its verdict: its farewell must reach the mirror before the VM ends."""
@@ -314,7 +315,7 @@ class Mirroring:
             if self._current is not None:
                 self._waiting[self._current].left_bytes = size_bytes
 
-    def _moved(self, size_bytes: int) -> None:
+    def _copied(self, size_bytes: int) -> None:
         with self._lock:
             self._copied_bytes += size_bytes
             waiting = None if self._current is None else self._waiting.get(self._current)
@@ -332,5 +333,6 @@ class Mirroring:
         elif before[0] is MirrorState.FAILING:
             _log.info("mirror_recovered", url=self.store.url)
 
-    def _retrying(self, store: ObjectStore) -> Retrying:
-        return Retrying(store, budget_s=self._budget_s, stop=self._stop)
+    def _throttled(self, store: ObjectStore, rate: Callable[[], float | None]) -> Retrying:
+        paced = Throttled(store, rate, is_paused=self._is_paused, limits_reads=True)
+        return Retrying(paced, budget_s=self._budget_s, stop=self._stop)

@@ -42,23 +42,28 @@ class Rig:
         self.primary, self.mirror = MemoryStore(), MemoryStore()
         self.mirror.url = "memory://mirror"
         self.state = state_with()
+        self.looks = 0
+        """Number of looks at the state."""
         self.stop = threading.Event()
         self.events: list[Event] = []
         self.claimed = commit.claim_generation(self.primary, KEYS, identity={}, start_id="vm1")
         self.mirroring = self.made()
 
     def made(self) -> Mirroring:
-        state: Any = lambda: self.state  # noqa: E731
         return Mirroring(
             self.primary,
             self.mirror,
             KEYS,
-            state=state,
+            state=self.look,
             post=self.events.append,
             stop=self.stop,
             connections=2,
             budget_s=0.05,
         )
+
+    def look(self) -> Any:
+        self.looks += 1
+        return self.state
 
     def commit(self, step: int) -> Manifest:
         """A commit whose chunks are all new."""
@@ -276,7 +281,7 @@ def test_nothing_is_copied_while_a_checkpoint_needs_the_link(rig: Rig, reason: s
         rig.state = state_with(evacuation=evacuation, flight=object())
     rig.mirroring.committed(rig.commit(100))
     rig.mirroring.start()
-    until(lambda: rig.mirroring._gate.is_closed, what="the pause")
+    until(lambda: rig.looks > 3, what="the pause")
     assert not rig.mirror.requests
     rig.state = state_with(evacuation=SimpleNamespace(verdict=Verdict.SAFE))
     rig.until_state(MirrorState.OK)

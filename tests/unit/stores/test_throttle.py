@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from swansong_bucket.stores.base import WINDOW_BYTES, Body
 from swansong_bucket.stores.file.store import FileStore
+from swansong_bucket.stores.wrappers import throttle
 from swansong_bucket.stores.wrappers.throttle import Throttled
 
 from testkit.bodies import CountedSink, torn
@@ -181,24 +182,48 @@ def test_the_chunk_that_a_repair_puts_keeps_to_the_rate(files: Watched) -> None:
     assert files.head("second") is not None
 
 
-def test_a_pause_holds_bodies_and_its_end_frees_them(files: Watched) -> None:
-    """A body in flight sends one window and waits; the next one does not start."""
-    is_paused = threading.Event()
-    store = Throttled(files, Limit(None), is_paused=is_paused.is_set)
-    windows: list[int] = []
+class Pause:
+    """A pause that begins with the first window of a body, and ends at a request."""
 
-    def moved(size_bytes: int) -> None:
-        windows.append(size_bytes)
-        if len(windows) == 1:
-            is_paused.set()
+    def __init__(self) -> None:
+        self.windows: list[int] = []
+        self.is_on = threading.Event()
 
+    def moved(self, size_bytes: int) -> None:
+        self.windows.append(size_bytes)
+        if len(self.windows) == 1:
+            self.is_on.set()
+
+
+@pytest.mark.parametrize(("held_s", "repeated"), [(60.0, 0), (0.0, 1)])
+def test_a_pause_holds_bodies_and_a_long_one_repeats_them(
+    files: Watched, monkeypatch: pytest.MonkeyPatch, held_s: float, repeated: int
+) -> None:
+    """A body in flight sends one window and waits, or frees its connection; the next one does not start."""
+    monkeypatch.setattr(throttle, "HELD_S", held_s)
+    pause = Pause()
+    store = Throttled(files, Limit(None), is_paused=pause.is_on.is_set)
     data = memoryview(bytes(3 * WINDOW_BYTES))
-    first = started(1, lambda _: store.create("first", Body(data, moved)))
-    until(is_paused.is_set, what="the first window")
+    first = started(1, lambda _: store.create("first", Body(data, pause.moved)))
+    until(pause.is_on.is_set, what="the first window")
     second = started(1, lambda _: store.create("second", Body(data)))
+    until(lambda: files.under_way == 1 - repeated, what="the held body")
     assert list(files.list("")) == []
-    assert len(windows) == 1
-    assert files.most_under_way == 1
-    is_paused.clear()
+    assert (len(pause.windows), files.most_under_way) == (1, 1)
+    pause.is_on.clear()
     joined([*first, *second])
-    assert len(list(files.list(""))) == 2
+    assert sorted(info.size_bytes for info in files.list("")) == [3 * WINDOW_BYTES] * 2
+    assert pause.windows.count(-WINDOW_BYTES) == repeated
+
+
+def test_a_range_waits_as_well(files: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a long pause it is read again, and the sink has each byte once."""
+    monkeypatch.setattr(throttle, "HELD_S", 0.0)
+    content = bytes(range(256)) * 3 * 4096
+    files.put("key", content)
+    looks = iter([False, True, True])
+    store = Throttled(files, Limit(None), is_paused=lambda: next(looks, False), limits_reads=True)
+    sink = CountedSink()
+    store.get_range("key", 0, len(content), sink)
+    assert sink.data == content
+    assert next(looks, None) is None

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from swansong_bucket.stores.base import WINDOW_BYTES, Body, ObjectStore, Sink
@@ -28,7 +27,9 @@ class Throttled(Forwarding):
     one window a second, and no server closes its connection as idle.  The others have not started and use no
     connection.  Small objects are not limited, and neither are ranges, unless ``limits_reads``.
 
-    During a pause no body starts, and each body in flight sends one window every :data:`HELD_S`.
+    During a pause no body starts.  A pause shorter than :data:`HELD_S` holds the bodies in flight.  Without
+    that, a slow link would carry nothing: a run that commits every few seconds would end each request before
+    it has sent its chunk.  A longer one ends their requests, which are repeated from the start after it.
 
     Args:
         store: the store that sends the requests.
@@ -60,13 +61,16 @@ class Throttled(Forwarding):
         if not self._limits_reads:
             super().get_range(key, offset, size_bytes, sink)
             return
-        with self._bucket.slot():
-            self._store.get_range(key, offset, size_bytes, _ThrottledSink(sink, self._bucket))
+        paced = _ThrottledSink(sink, self._bucket)
+        self._bucket.perform(lambda: self._store.get_range(key, offset, size_bytes, paced))
 
     def create(self, key: str, body: Body) -> None:
-        with self._bucket.slot():
-            body.pace = self._bucket.spend
-            self._store.create(key, body)
+        body.pace = self._bucket.spend
+        self._bucket.perform(lambda: self._store.create(key, body))
+
+
+class _Yielded(Exception):
+    """A request ended early, because of a long pause."""
 
 
 @dataclass(eq=False, repr=False)
@@ -87,26 +91,30 @@ class _TokenBucket:
         self._seen_mono_s = self.monotonic()
         self._in_flight = 0
 
-    @contextmanager
-    def slot(self) -> Iterator[None]:
-        """Hold one of the slots for bodies in flight; waits for a free one."""
-        with self._changed:
-            while self.is_paused() or self._is_full():
-                self._changed.wait(_POLL_S)
-            self._in_flight += 1
-        try:
-            yield
-        finally:
+    def perform(self, request: Callable[[], None]) -> None:
+        """Perform a request in one of the slots for bodies in flight, again after a long pause."""
+        is_done = False
+        while not is_done:
             with self._changed:
-                self._in_flight -= 1
-                self._changed.notify()
+                while self.is_paused() or self._is_full():
+                    self._changed.wait(_POLL_S)
+                self._in_flight += 1
+            try:
+                request()
+                is_done = True
+            except _Yielded:
+                pass
+            finally:
+                with self._changed:
+                    self._in_flight -= 1
+                    self._changed.notify()
 
     def _is_full(self) -> bool:
         rate = self.rate_bytes_per_s()
         return rate is not None and rate > 0 and self._in_flight >= max(1, rate // WINDOW_BYTES)
 
     def spend(self, size_bytes: int) -> None:
-        """Wait until ``size_bytes`` may be sent."""
+        """Wait until ``size_bytes`` may be sent; a long pause ends the request."""
         self._sit_out_pause()
         if not self.rate_bytes_per_s():
             return
@@ -125,7 +133,9 @@ class _TokenBucket:
     def _sit_out_pause(self) -> None:
         began_mono_s = self.monotonic()
         with self._changed:
-            while self.is_paused() and self.monotonic() - began_mono_s < HELD_S:
+            while self.is_paused():
+                if self.monotonic() - began_mono_s >= HELD_S:
+                    raise _Yielded
                 self._changed.wait(_POLL_S)
 
 
