@@ -10,8 +10,8 @@ the sealed name, not after a restart of the daemon, and not if the newest commit
 Before each window the worker checks that the bytes are still needed.  So a cancelled flush ends without
 waiting for a request that hangs.
 
-Progress takes one path: the workers count the bytes of each window in the :class:`ActiveFlush`, and one
-thread posts the counters at short intervals.
+Progress takes one path: the workers count the bytes of each window in the queue of the set, and one thread
+posts the counters at short intervals.
 """
 
 from __future__ import annotations
@@ -34,10 +34,16 @@ from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
 from swansongd.flush.active import ActiveFlush
 from swansongd.flush.known import KnownChunks
 from swansongd.flush.layout import ChunkLayout, size_of
-from swansongd.flush.queue import ChunkTimes, UploadQueue
+from swansongd.flush.queue import (
+    ChunkTimes,
+    FindWork,
+    FinishSet,
+    StoreChunk,
+    Task,
+    UploadQueue,
+)
 from swansongd.flush.reading import Cancelled
 from swansongd.flush.sender import ChunkSender, chunk_nonce
-from swansongd.flush.tasks import FindWork, FinishSet, StoreChunk, Task
 from swansongd.staging import scan
 
 SETS_MAX = 4
@@ -128,11 +134,12 @@ class FlushEngine:
             queue = self._queues.get(staged.id) or self._new_queue(staged, generation)
             if self._active is not None and self._active.queue is not queue:
                 self._deactivate()
-            self._ordered = ActiveFlush(flush_id, staged, is_sealed, queue)
-            if self._active is None:
+            traffic = queue.traffic
+            self._ordered = ActiveFlush(
+                flush_id, staged, is_sealed, queue, traffic.sent_bytes, traffic.compared_bytes
+            )
+            if self._active is None:  # a growing set is ordered again and again
                 self._limit.begin()
-            else:  # a growing set is ordered again and again
-                self._ordered.continues(self._active)
             self._has_work.notify()
 
     def cancel(self, flush_id: str) -> None:
@@ -278,7 +285,7 @@ class FlushEngine:
             if not self._known.holds(flush.queue.chunks):  # a commit came in between
                 flush.queue.open(flush.staged, is_sealed=flush.is_sealed, known=self._known)
                 return
-            shards, sent_bytes = flush.queue.shards(), flush.sent_bytes
+            shards, sent_bytes = flush.queue.shards(), flush.progress().bytes_sent
             self._deactivate()
         extents = (extent for shard in shards for extent in shard.extents)
         referenced = (each.size_bytes for each in extents if self._known.names(each.chunk))
@@ -303,9 +310,9 @@ class FlushEngine:
                     if not self._has_begun.wait(BUFFERS_KEPT_S) and self._active is None:
                         self._sender.buffers.release()
                 progress = flush.progress()
-                self._limit.sample(
-                    self._monotonic(), flush.moved_bytes, time.process_time(), self._cpus
-                )
+                traffic = flush.queue.traffic
+                moved_bytes = traffic.sent_bytes + traffic.compared_bytes
+                self._limit.sample(self._monotonic(), moved_bytes, time.process_time(), self._cpus)
                 self._wake_one()
                 is_new, self._reported = progress != self._reported, progress
             if is_new:

@@ -20,7 +20,7 @@ import structlog
 from blake3 import blake3
 from swansong_bucket.errors import NotFound, Permanent, StoreError
 from swansong_bucket.model import Chunk
-from swansong_bucket.stores.base import ObjectStore
+from swansong_bucket.stores.base import BytesSink, ObjectStore
 from swansong_bucket.util.threads import lasting_thread
 
 from swansongd.flush.known import KnownChunks
@@ -162,7 +162,7 @@ class Possession:
                 )
 
     def _defect(self, sample: _Sample) -> str:
-        chunk, sink = sample.chunk, _DigestSink()
+        chunk, sink = sample.chunk, BytesSink(sample.size_bytes)
         try:
             self._store.get_range(chunk.key, sample.offset, sample.size_bytes, sink)
         except NotFound:
@@ -172,18 +172,4 @@ class Possession:
             if info is not None and info.size_bytes == chunk.size_bytes:
                 raise  # for lack of a right to read
             return "it has another size"
-        return "" if sink.digest() == sample.digest else "it has other bytes"
-
-
-class _DigestSink:
-    def __init__(self) -> None:
-        self.rewind()
-
-    def rewind(self) -> None:
-        self._hash = blake3()
-
-    def write(self, window: memoryview) -> None:
-        self._hash.update(window)
-
-    def digest(self) -> bytes:
-        return self._hash.digest()
+        return "" if blake3(sink.data).digest() == sample.digest else "it has other bytes"

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
+import threading
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -13,7 +14,6 @@ from swansong_bucket.model import Chunk, Extent, Staged, StagedFile, StoredShard
 
 from swansongd.flush.known import KnownChunks
 from swansongd.flush.layout import ChunkLayout, Piece, Pieces, size_of
-from swansongd.flush.tasks import FinishSet, StoreChunk
 
 LATE_SHARE = 3.0
 """A chunk in flight is late after this multiple of the median time of the last ones ..."""
@@ -21,6 +21,48 @@ LATE_S_MIN = 0.5
 """... and after this time at the earliest."""
 ATTEMPTS_MAX = 2
 """Attempts of one chunk at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class FindWork:
+    """Find the work that is left of the set."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreChunk:
+    """Read the pieces of a chunk, and name a stored chunk with these bytes, or create one."""
+
+    pieces: Pieces
+    begun_mono_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FinishSet:
+    """Check that the set did not change, and report it as stored."""
+
+
+Task = FindWork | StoreChunk | FinishSet
+"""A task of a worker of the flush."""
+
+
+class Traffic:
+    """Counts the bytes of a set.  Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.sent_bytes = 0
+        """Bytes sent so far, in finished requests and in those in flight."""
+        self.compared_bytes = 0
+        """Bytes that were read, and that the store has already."""
+
+    def sent(self, size_bytes: int) -> None:
+        """Count bytes as sent; a negative number takes back those of a request that is repeated."""
+        with self._lock:
+            self.sent_bytes += size_bytes
+
+    def compared(self, size_bytes: int) -> None:
+        with self._lock:
+            self.compared_bytes += size_bytes
 
 
 class ChunkTimes:
@@ -74,6 +116,11 @@ class UploadQueue:
     def __init__(self, generation: int, layout: ChunkLayout, times: ChunkTimes) -> None:
         self.generation = generation
         self.bytes_stored = 0
+        self.traffic = Traffic()
+        self.confirmed: dict[Chunk, bool] = {}
+        """Whether the store has a chunk, by its answers since :meth:`close`; any thread may add one ..."""
+        self.asking: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        """... while it holds the lock of the key."""
         self._layout = layout
         self._times = times
         self._files: dict[str, _File] = {}
@@ -115,6 +162,7 @@ class UploadQueue:
     def close(self) -> None:
         """Hand out no further task, until the next :meth:`open`."""
         self._is_open = False
+        self.confirmed.clear()
 
     def wants(self, piece: Piece) -> bool:
         """Whether these bytes are still needed.  Callable without the lock."""

@@ -18,9 +18,8 @@ from swansong_bucket.stores.checksums import crc32c
 from swansongd.flush.active import ActiveFlush
 from swansongd.flush.known import KnownChunks, SmallSums
 from swansongd.flush.layout import Piece, size_of
-from swansongd.flush.queue import ChunkTimes
+from swansongd.flush.queue import ChunkTimes, StoreChunk
 from swansongd.flush.reading import Buffers, Cancelled, ChunkSums, read_piece, within_means
-from swansongd.flush.tasks import StoreChunk
 from swansongd.staging import scan
 
 
@@ -86,7 +85,7 @@ class ChunkSender:
                 self._listener(chunk, data)
                 extents = _extents(pieces, chunk, 0)
             else:
-                flush.count_compared(len(data))
+                flush.queue.traffic.compared(len(data))
                 extents = _extents(pieces, found.chunk, found.offset_bytes)
             self._note(flush, extents)
 
@@ -108,7 +107,7 @@ class ChunkSender:
                 read_piece(self._directory(flush), piece, place, flush.queue.wants)
                 each = self._small_sums(place)
                 if each.digest and (extent := self._find(flush, each.digest)) is not None:
-                    flush.count_compared(piece.size_bytes)
+                    flush.queue.traffic.compared(piece.size_bytes)
                     self._note(flush, {piece: extent})
                     continue
                 small[piece] = each
@@ -125,12 +124,26 @@ class ChunkSender:
     def _find(self, flush: ActiveFlush, digest: bytes) -> Extent | None:
         """Stored bytes with this digest that a manifest may name."""
         found = self._known.find(digest)
-        if found is None:
+        if found is None or not (found.is_confirmed or self._is_stored(flush, found.extent.chunk)):
             return None
-        is_stored = found.is_confirmed or flush.checks.is_stored(
-            self._store, self._known, found.extent.chunk
-        )
-        return found.extent if is_stored else None
+        return found.extent
+
+    def _is_stored(self, flush: ActiveFlush, chunk: Chunk) -> bool:
+        """Whether the store has this chunk, with its size; one without a commit must not be too old."""
+        queue = flush.queue
+        with queue.asking[chunk.key]:  # another worker may have the same request in flight
+            is_stored = queue.confirmed.get(chunk)
+            if is_stored is None:
+                info = self._store.head(chunk.key)
+                is_stored = (
+                    info is not None
+                    and info.size_bytes == chunk.size_bytes
+                    and self._known.confirmed(chunk, info.age_s)
+                )
+                queue.confirmed[chunk] = is_stored
+                if not is_stored:
+                    self._known.is_gone(chunk)
+            return is_stored
 
     def _created(
         self, flush: ActiveFlush, pieces: Sequence[Piece], sums: ChunkSums, data: memoryview
@@ -138,7 +151,7 @@ class ChunkSender:
         def moved(size_bytes: int) -> None:
             if size_bytes > 0 and not any(map(flush.queue.wants, pieces)):
                 raise Cancelled
-            flush.count_sent(size_bytes)
+            flush.queue.traffic.sent(size_bytes)
 
         body = Body(data, moved, sums.crc32c)
         begun_mono_s = self._monotonic()

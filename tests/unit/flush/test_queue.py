@@ -26,8 +26,14 @@ from swansongd.flush.layout import (
     ChunkLayout,
     size_of,
 )
-from swansongd.flush.queue import LATE_S_MIN, LATE_SHARE, ChunkTimes, UploadQueue
-from swansongd.flush.tasks import FinishSet, StoreChunk
+from swansongd.flush.queue import (
+    LATE_S_MIN,
+    LATE_SHARE,
+    ChunkTimes,
+    FinishSet,
+    StoreChunk,
+    UploadQueue,
+)
 
 from testkit.committed import chunk_of
 

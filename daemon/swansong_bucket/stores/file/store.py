@@ -37,6 +37,7 @@ from swansong_bucket.stores.base import (
     GET_BYTES_MAX,
     WINDOW_BYTES,
     Body,
+    BytesSink,
     Folders,
     ObjectInfo,
     ObjectStore,
@@ -186,9 +187,9 @@ class FileStore(ObjectStore):
             info = self.head(key)
             if info is None or info.size_bytes != body.size_bytes:
                 raise
-            comparison = _Comparison(body.data)
-            self.get_range(key, 0, body.size_bytes, comparison)
-            if not comparison.is_equal:
+            sink = BytesSink(body.size_bytes)
+            self.get_range(key, 0, body.size_bytes, sink)
+            if sink.data != body.data:
                 raise
 
     def check(self) -> None:
@@ -373,20 +374,3 @@ def _walk(
 def _name_in_keys(entry: os.DirEntry[str]) -> str:
     """The name as the keys below it have it, so that the order of names is that of keys."""
     return f"{entry.name}/" if entry.is_dir(follow_symlinks=False) else entry.name
-
-
-class _Comparison:
-    """A sink that compares a whole object with bytes in memory."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
-        self.rewind()
-
-    def rewind(self) -> None:
-        self._at = 0
-        self.is_equal = True
-
-    def write(self, window: memoryview) -> None:
-        end = self._at + window.nbytes
-        self.is_equal = self.is_equal and self._data[self._at : end] == window
-        self._at = end
