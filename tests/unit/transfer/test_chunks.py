@@ -23,7 +23,6 @@ from swansong_bucket.transfer.chunks import Place, cover, places_of
 from swansong_bucket.transfer.reader import Reader, ReadOptions
 from swansong_bucket.transfer.restore import Selection, restore
 from swansong_bucket.transfer.target import RestoreTarget
-from swansong_tools.upkeep.verify import verify
 
 from testkit.committed import chunk_of, commit, tree
 from testkit.memory_store import MemoryStore
@@ -208,25 +207,6 @@ def test_a_damaged_chunk_is_fetched_again_and_no_other(tmp_path: Path) -> None:
     restore(store, KEYS, RestoreTarget(tmp_path / "here"))
     assert tree(tmp_path / "here") == {"large": large}
     assert store.bytes_read == 6 * 6000
-
-
-@pytest.mark.fault("O71")
-@pytest.mark.parametrize("damage", ["flipped", "truncated", "gone"])
-def test_verify_names_all_files_of_a_damaged_chunk(tmp_path: Path, damage: str) -> None:
-    """The digest of a chunk does not show which of its files is damaged."""
-    store = packed_store()
-    (key,) = (key for key in store.objects if KEYS.is_data(key))
-    data = store.objects[key]
-    if damage == "flipped":
-        store.objects[key] = flip(data)
-    elif damage == "truncated":
-        store.objects[key] = data[:-1]
-    else:
-        del store.objects[key]
-    assert len(verify(store, KEYS).defects) == len(FILES) - 1
-    with pytest.raises(NothingToRestore):
-        restore(store, KEYS, RestoreTarget(tmp_path / "here"))
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_subset_of_a_chunk_is_written_and_the_rest_is_not(tmp_path: Path) -> None:

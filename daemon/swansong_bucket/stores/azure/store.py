@@ -14,11 +14,8 @@ from swansong_bucket.errors import NotFound
 from swansong_bucket.stores import responses
 from swansong_bucket.stores.azure.access import AzureAccess, BlobMissing
 from swansong_bucket.stores.azure.auth import content_md5
-from swansong_bucket.stores.base import Body, Folders, Page
+from swansong_bucket.stores.base import Body
 from swansong_bucket.stores.remote import DEFAULT_LIMITS, RemoteStore, WireLimits
-
-_PAGE_ITEMS = 500
-"""A listing has more than twenty elements for each blob."""
 
 
 class AzureStore(RemoteStore):
@@ -33,27 +30,18 @@ class AzureStore(RemoteStore):
     """
 
     _checksum_header = "content-md5"
+    _listing: ClassVar[Mapping[str, str]] = {"restype": "container", "comp": "list"}
+    _size_name, _token_name = "maxresults", "marker"
+    _page_items = 500  # there are more than twenty elements for each blob
     _put_headers: ClassVar[Mapping[str, str]] = {"x-ms-blob-type": "BlockBlob"}
 
     def __init__(self, config: StoreAccess, limits: WireLimits = DEFAULT_LIMITS) -> None:
         super().__init__(config, AzureAccess(config, limits, self.check))
 
-    def page(
-        self,
-        prefix: str,
-        token: str | None,
-        *,
-        after: str = "",  # noqa: ARG002 - versions before 2026-02-06 start at the first key
-        items: int | None = None,
-    ) -> Page:
-        return self._listed(prefix, responses.blobs, _listing(token, items, {}))
-
-    def folders(self, prefix: str, token: str | None) -> Folders:
-        return self._listed(
-            prefix, responses.blob_folders, _listing(token, None, {"delimiter": "/"})
-        )
-
     # ------------------------------------------------------------ requests
+
+    # Versions of the interface before 2026-02-06 start at the first key.
+    _parsed = staticmethod(responses.blobs)
 
     def _expect_bucket(self, key: str, error: NotFound) -> None:  # noqa: ARG002 - Azure has two codes
         if not isinstance(error, BlobMissing):
@@ -61,9 +49,3 @@ class AzureStore(RemoteStore):
 
     def _checksum(self, body: Body) -> str:
         return content_md5(body.data)
-
-
-def _listing(token: str | None, items: int | None, more: Mapping[str, str]) -> dict[str, str]:
-    """Parameters of a listing."""
-    page = {"comp": "list", "maxresults": str(items or _PAGE_ITEMS), **more}
-    return {"restype": "container", **page, **({} if token is None else {"marker": token})}

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from swansong_bucket.config.sections import StoreAccess
 from swansong_bucket.stores import responses
-from swansong_bucket.stores.base import Body, Folders, ObjectInfo, Page
+from swansong_bucket.stores.base import Body, ObjectInfo
 from swansong_bucket.stores.checksums import crc32c_base64
 from swansong_bucket.stores.gcs.access import GcsAccess
 from swansong_bucket.stores.gcs.retention import GcsRetention
@@ -33,6 +33,10 @@ class GcsStore(RemoteStore):
     """
 
     _checksum_header = "x-goog-hash"
+    _listing: ClassVar[Mapping[str, str]] = {
+        "fields": f"kind,prefixes,items({_INFO_FIELDS}),nextPageToken"
+    }
+    _size_name, _token_name = "maxResults", "pageToken"
     _absent: ClassVar[Mapping[str, str]] = {"x-goog-if-generation-match": "0"}
 
     def __init__(
@@ -42,19 +46,13 @@ class GcsStore(RemoteStore):
         self.settings = GcsSettings(access)
         super().__init__(config, access, GcsRetention(lock, self.settings.has_lock, access))
 
-    def page(
-        self, prefix: str, token: str | None, *, after: str = "", items: int | None = None
-    ) -> Page:
-        fields = {"fields": f"kind,items({_INFO_FIELDS}),nextPageToken"}
-        if after:
-            fields["startOffset"] = self._prefix + after  # also lists this key itself
-        return self._listed(prefix, responses.json_objects, _listing(token, items, fields))
-
-    def folders(self, prefix: str, token: str | None) -> Folders:
-        fields = {"delimiter": "/", "fields": "kind,prefixes,nextPageToken"}
-        return self._listed(prefix, responses.json_folders, _listing(token, None, fields))
-
     # ------------------------------------------------------------ requests
+
+    _parsed = staticmethod(responses.json_objects)
+
+    def _start(self, token: str | None, after: str) -> Mapping[str, str]:  # noqa: ARG002 - for S3
+        # It also lists this key itself.
+        return {"startOffset": self._prefix + after} if after else {}
 
     def _described(
         self, what: str, key: str, _headers: Mapping[str, str]
@@ -75,9 +73,3 @@ class GcsStore(RemoteStore):
     def _checksum_in(self, headers: Mapping[str, str]) -> str | None:
         hashes = (item.strip() for item in headers.get(self._checksum_header, "").split(","))
         return next((item for item in hashes if item.startswith(_CRC32C)), None)
-
-
-def _listing(token: str | None, items: int | None, more: Mapping[str, str]) -> dict[str, str]:
-    """Parameters of a listing."""
-    page = {} if token is None else {"pageToken": token}
-    return {"maxResults": str(items or responses.PAGE_ITEMS), **more, **page}

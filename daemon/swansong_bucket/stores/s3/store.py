@@ -13,7 +13,7 @@ from xml.etree import ElementTree as ET
 from swansong_bucket.config.sections import StoreAccess
 from swansong_bucket.errors import Locked
 from swansong_bucket.stores import responses
-from swansong_bucket.stores.base import Body, Folders, ObjectInfo, Page, expect_few
+from swansong_bucket.stores.base import Body, ObjectInfo, expect_few
 from swansong_bucket.stores.checksums import crc32c_base64
 from swansong_bucket.stores.remote import DEFAULT_LIMITS, RemoteStore, WireLimits
 from swansong_bucket.stores.retention import Lock, Retention
@@ -34,6 +34,8 @@ class S3Store(RemoteStore):
     """
 
     _checksum_header = "x-amz-checksum-crc32c"
+    _listing: ClassVar[Mapping[str, str]] = {"encoding-type": "url", "list-type": "2"}
+    _size_name, _token_name = "max-keys", "continuation-token"
     _checked_headers: ClassVar[Mapping[str, str]] = {"x-amz-checksum-mode": "ENABLED"}
     _is_narrow = False
     _has_checksums = False  # not each compatible store
@@ -45,14 +47,10 @@ class S3Store(RemoteStore):
         self.settings = S3Settings(access)
         super().__init__(config, access, S3Retention(lock, self.settings.has_lock, access))
 
-    def page(
-        self, prefix: str, token: str | None, *, after: str = "", items: int | None = None
-    ) -> Page:
-        start = {"start-after": self._prefix + after} if after and token is None else {}
-        return self._listed(prefix, responses.objects, _listing(token, items, start))
+    _parsed = staticmethod(responses.objects)
 
-    def folders(self, prefix: str, token: str | None) -> Folders:
-        return self._listed(prefix, responses.folders, _listing(token, None, {"delimiter": "/"}))
+    def _start(self, token: str | None, after: str) -> Mapping[str, str]:
+        return {"start-after": self._prefix + after} if after and token is None else {}
 
     def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
         expect_few(infos)
@@ -97,14 +95,3 @@ class S3Store(RemoteStore):
 
     def _checksum(self, body: Body) -> str:
         return crc32c_base64(body.crc32c)
-
-
-def _listing(token: str | None, items: int | None, more: Mapping[str, str]) -> dict[str, str]:
-    """Parameters of a listing, version 2."""
-    return {
-        "encoding-type": "url",
-        "list-type": "2",
-        "max-keys": str(items or responses.PAGE_ITEMS),
-        **more,
-        **({} if token is None else {"continuation-token": token}),
-    }
