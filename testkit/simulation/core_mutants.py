@@ -53,7 +53,7 @@ MUTANTS = (
     Mutant("starts", "for start in starts[:place] if start.generation is None", "for start in ()"),
     Mutant("starts", "is_open=s.is_open and s.id not in closed", "is_open=s.is_open"),
     Mutant("starts", "if not is_over and (not has_scanned or _has_more(state)):", "if False:"),
-    Mutant("starts", "if member == trainer.process:", "if True:"),
+    Mutant("starts", "start.members.get(trainer.rank, trainer.process) == trainer.process", "True"),
     Mutant("starts", "if len(recent) < CLAIMS_MAX:", "if not recent:"),
     Mutant("starts", "trainer is None or event.step < 0 or not event.start_id", "True"),
     Mutant("starts", "if refused is not None and not refused.is_live:", "if False:"),

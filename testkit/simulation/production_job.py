@@ -347,11 +347,14 @@ class JobWorld(World):
             if is_same_store and not job.ends_with_rank_0:
                 job.values = last.values
         self.count(f"job of {len(vms)} VMs")
+        has_group = len(vms) == 1 and len(self.jobs) % 2 == 0
+        start_id = f"{job.line}drawn" if has_group else ""
         for node, (vm, count) in enumerate(local_ranks.items()):
             vm.start_daemon()
             vm.lines = job.line
             for local in range(count):
-                ranks = Ranks(len(job.processes), local, job.size, count, node, len(vms))
+                place = len(job.processes), local, job.size, count, node, len(vms)
+                ranks = Ranks(*place, start_id)
                 job.processes.append(Process(job, vm, ranks))
             vm.processes = [each for each in job.processes if each.vm is vm]
         self.schedule.start(self._supervise, (job,), group="world", name="launcher")

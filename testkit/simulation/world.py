@@ -161,7 +161,7 @@ class Rank:
     number: int
     pid: int
     knows_start: bool
-    """Rank 0 draws the id; the daemon tells it to the others."""
+    """Rank 0 draws the id; the others have it from a store of the job, or else learn it from the daemon."""
     connection: int = 0
     life: int = 0
     """The life of the daemon in which it has connected last."""
@@ -203,7 +203,8 @@ class Trainer:
     """Nonce of the set in staging that a rollback loads."""
     is_saving: bool = False
     is_misled: bool = False
-    """One of its ranks was told the start of the launch before, whose rank 0 was still connected."""
+    """Without a store, one of its ranks was told the start of the launch before, whose rank 0 was still
+    connected, or a process of a launch before was told its start."""
     has_saved: bool = False
     """A save has ended within this step."""
     further: int = 0
@@ -253,6 +254,8 @@ class World:
         kind = trainer or self.random.choice(TRAINERS)
         self.has_hooks = kind != "process"
         self.world_size = 2 if kind == "two ranks" else 1
+        self.has_store = random.Random(f"store {seed}").random() < 0.7
+        """The ranks have a process group, in whose store rank 0 gives its start to the others."""
         self.fired: set[str] = set()
         self.is_calm_from_s = is_calm_from_s
         self.now = 1000.0
@@ -322,6 +325,8 @@ class World:
         """This number of sets that answer a request are changed before they are stored."""
         self.hangs = 0
         """This number of requests is declined, by a rank that hangs for a moment."""
+        self._orphans: set[int] = set()
+        """Connections of ranks of trainers that are over."""
         self._dying: list[tuple[Trainer, Rank, float]] = []
         """Ranks of trainers that are over, whose processes run until then."""
         self.launched_s: dict[str, float] = {}
@@ -608,6 +613,8 @@ class World:
                 if trainer is not None:
                     self._withdrawn(trainer, request_id)
             case Send(StartDrawn(start_id), connections):
+                if trainer is not None and trainer.process_id == start_id.partition("~")[0]:
+                    trainer.is_misled |= not self._orphans.isdisjoint(connections)
                 for rank in self._ranks_of(connections):
                     self._learns_start(rank, start_id)
             case StartFlush():
@@ -764,7 +771,7 @@ class World:
         number = self._count
         start_id = f"start-{number}" if self.has_hooks else f"{PROCESS_PREFIX}{number}"
         ranks = [
-            Rank(number=each, pid=10 * number + each, knows_start=each == 0)
+            Rank(number=each, pid=10 * number + each, knows_start=each == 0 or self.has_store)
             for each in range(self.world_size)
         ]
         line = self.witness.begins(start_id)
@@ -892,6 +899,7 @@ class World:
             self._count += 1
             connection = self._count
             self.fired.add("orphan")
+            self._orphans.add(connection)
             self.step(TrainerJoined(replace(view, connection=connection, greeted_mono_s=self.now)))
             left = TrainerLeft(connection, exited=True, reason="x")
             life_then = self.life
@@ -953,6 +961,8 @@ class World:
         """The daemon tells a rank the start that rank 0 has drawn."""
         trainer = self.trainer
         assert trainer is not None
+        if self.has_store:
+            raise Broken(f"I4: a rank that knows its start is told {start_id}")
         process_id = start_id.partition("~")[0]
         if process_id == trainer.process_id:
             self._members.add((process_id, rank.number))
@@ -981,8 +991,9 @@ class World:
         within_s = 3.0 if self.chance("dies_slowly", 0.5) else 0.1
         if "orphan" in self.faults and trainer.has_hooks and not is_goodbye:
             until_s = self.now + self.delay_s(10.0)
-            # One of rank 0 would name the ranks of the next start: the daemon cannot know whose they are.
-            self._dying = [(trainer, rank, until_s) for rank in trainer.ranks[1:]]
+            # Without a store, one of rank 0 names the ranks of the next start.
+            ranks = trainer.ranks if self.has_store else trainer.ranks[1:]
+            self._dying = [(trainer, rank, until_s) for rank in ranks]
         for rank in trainer.ranks if trainer.has_hooks else ():
             if rank.life == self.life:
                 says_so = is_goodbye and rank.is_connected

@@ -234,6 +234,33 @@ def test_torch_distributed_overrides_the_variables(
     ]
 
 
+def test_the_ranks_of_a_vm_agree_on_another_start_in_a_store_that_outlives_them(
+    group: Group, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The agents of torchrun keep the store over a restart.  Over several VMs the rendezvous has it."""
+    (tmp_path / "b").mkdir()
+    sockets = [tmp_path / "sock"] * 3
+    starts = [{each.start_id for each in find_all(group, monkeypatch, sockets)} for _ in range(3)]
+    assert [len(each) for each in starts] == [1, 1, 1]
+    assert len(set.union(*starts, {""})) == 4
+    group.store = MemoryJobStore()
+    others = find_all(group, monkeypatch, [*sockets, tmp_path / "b" / "sock"])
+    assert {each.start_id for each in others} == {""}
+
+
+def test_a_rank_that_does_not_attach_after_a_restart_is_an_error(
+    group: Group, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The store has the answers of the ranks before."""
+    find_all(group, monkeypatch, [tmp_path / "sock"] * 2)
+    monkeypatch.setattr(position, "ATTACH_LIMIT_S", 0.05)
+    for rank in (0, 1):
+        monkeypatch.setattr(position, "_exchanges", iter([7]))
+        group.join(rank, 2)
+        with pytest.raises(PositionError, match="not all 2 ranks called swansong"):
+            find_ranks(str(tmp_path / "sock"))
+
+
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_rank_that_does_not_attach_is_named(
     group: Group,

@@ -14,6 +14,7 @@ import pytest
 import swansong
 from swansong._checkpoint import restore
 from swansong._daemon import session
+from swansong._ranks.agreement import Ranks
 from swansong._ranks.rendezvous import Rendezvous
 from swansong.layout import RankManifest
 from swansong.protocol import (
@@ -98,6 +99,18 @@ def test_all_ranks_of_a_vm_have_the_start_of_rank_0(
     until(lambda: len(starts_in(daemon)) == 2)
     assert {query.start_id for query in daemon.all_of(RestoreQuery)} == {start_id}
     assert set(starts_in(daemon)) == {(0, start_id, (PARENT_NONE, 0))}
+
+
+def test_a_rank_that_has_its_start_from_the_store_takes_none_from_the_daemon(
+    daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for no rank 0 at the daemon, and a rank 0 of another launch may be connected there."""
+    ranks = Ranks(1, 1, world_size=2, local_world_size=2, start_id="own")
+    monkeypatch.setattr(swansong.guard, "find_ranks", lambda _: ranks)
+    guard = attach({"counter": Counter()})
+    daemon.send(StartDrawn("another"))
+    assert guard.restore() == 0
+    assert daemon.wait_for(Hello).start_id == daemon.wait_for(RestoreQuery).start_id == "own"
 
 
 def test_a_rank_without_rank_0_does_not_train(

@@ -399,7 +399,7 @@ class Finished(FromDaemon):
 
 @dataclass(frozen=True)
 class StartDrawn(FromDaemon):
-    """The start of a job on one VM, as its rank 0 has drawn it: for the other ranks."""
+    """The start of a job on one VM, as its rank 0 has drawn it: for ranks that no store has given it to."""
 
     start_id: StartId
 

@@ -68,14 +68,6 @@ def record_accepted(transition: Transition, connection: int, request_id: str, st
         _update(transition, replace(request, accepted={**request.accepted, trainer.rank: step}))
 
 
-def forget_rank(transition: Transition, start_id: str, rank: int) -> None:
-    """Another process has this rank of the start: what the one before has accepted does not count."""
-    for request in (*transition.state.requests_made, transition.state.requests.periodic):
-        if request is not None and request.start_id == start_id and rank in request.accepted:
-            others = {each: step for each, step in request.accepted.items() if each != rank}
-            _update(transition, replace(request, accepted=others))
-
-
 def record_agreed(transition: Transition, request_id: str, step: int) -> None:
     """The ranks of all VMs have agreed to save at ``step``."""
     request = transition.waiting_request(request_id)

@@ -207,24 +207,27 @@ def _record_member(
 
 
 def _give_start(transition: Transition) -> None:
-    """On one VM, rank 0 of the newest start gives it to the others, one process for each rank."""
+    """On one VM, rank 0 of the newest start gives it to the others, one process for each rank.
+
+    Ranks with a process group know their start from rank 0, through the job's own store.  The launch of any
+    other process is unknown.  If an earlier launch ends late, a process may get its start, and the next
+    launch then saves no checkpoint.
+    """
     state = transition.state
     named = {t.start_id: t for t in state.connected if t.rank == 0 and t.start_id and t.nodes == 1}
     start = state.starts.newest
     if start is None or start.id not in named:
         return  # a late rank 0 of an earlier start has nothing to give
     first = named[start.id]
-    candidates = [
-        replace(trainer, start_id=start.id)
+    unnamed = {
+        trainer.rank: replace(trainer, start_id=start.id)
         for trainer in state.connected
         if not trainer.start_id
         and (trainer.world_size, trainer.nodes) == (first.world_size, first.nodes)
-        and _has_place(start, first, trainer)
-    ]
-    candidates.sort(key=lambda each: -abs(each.process_start - first.process_start))
-    unnamed = {trainer.rank: trainer for trainer in candidates}.values()  # the nearest of each rank
+        and start.members.get(trainer.rank, trainer.process) == trainer.process
+        and trainer.rank not in start.ended
+    }.values()
     for trainer in unnamed:
-        _vacate(transition, trainer)
         ranks.update(transition, trainer)
     for trainer in unnamed:
         _record_member(transition, trainer)
@@ -232,34 +235,6 @@ def _give_start(transition: Transition) -> None:
         _end_requests(transition, start.id)
         connections = sorted(trainer.connection for trainer in unnamed)
         transition.do(Send(StartDrawn(start.id), tuple(connections)))
-
-
-def _has_place(start: Start, first: TrainerView, trainer: TrainerView) -> bool:
-    """Whether this process has its rank in the start of rank 0.
-
-    The processes of a launch begin together.  A process of an earlier launch that ends late may have the
-    place: the process that began nearer to rank 0 takes it over.
-    """
-    member = start.members.get(trainer.rank, trainer.process)
-    if member == trainer.process:
-        return trainer.rank not in start.ended
-    began = first.process_start
-    return abs(trainer.process_start - began) < abs(member[1] - began)
-
-
-def _vacate(transition: Transition, trainer: TrainerView) -> None:
-    """Take the rank in the start away from a process of an earlier launch, if one has it."""
-    state = transition.state
-    start = state.start_of(trainer.start_id)
-    if start is None or start.members.get(trainer.rank, trainer.process) == trainer.process:
-        return
-    members = {rank: each for rank, each in start.members.items() if rank != trainer.rank}
-    began_ticks = min((ticks for _, ticks in members.values() if ticks), default=0)
-    update(transition, replace(start, members=members, began_ticks=began_ticks))
-    for other in state.ranks.trainers:
-        if (other.start_id, other.rank) == (start.id, trainer.rank):
-            ranks.update(transition, replace(other, start_id=""))
-    request.forget_rank(transition, start.id, trainer.rank)
 
 
 def record_begun(transition: Transition, connection: int) -> None:

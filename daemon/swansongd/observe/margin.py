@@ -88,6 +88,8 @@ def _problem_of_start(state: State) -> str:
         return "the newest commit of the run is not known yet"
     if state.generation is None:
         return "the training has no generation yet"
+    if len({trainer.start_id for trainer in state.connected}) > 1:
+        return "the ranks are not of one start"
     return ""
 
 

@@ -316,38 +316,24 @@ def test_rank_0_gives_its_start_to_each_rank_once() -> None:
     assert story.sent(StartDrawn)[2:] == [Send(StartDrawn("b"), (4,))]
 
 
-@pytest.mark.parametrize("exits", [True, False])
-def test_a_rank_of_an_earlier_launch_takes_no_place_of_a_process_that_began_with_rank_0(
-    exits: bool,
-) -> None:
-    """It connects first and ends late; its step counts for nothing.  A later process has no place, either."""
+def test_of_two_processes_with_one_rank_the_last_one_to_connect_gets_the_start() -> None:
+    """The end of the other one is not seen yet."""
     story = joined(2, rank=1, ranks=2, pid=50, start_id="")
-    story.join(1, rank=0, ranks=2, pid=100, start_id="new")
-    story.notice(60)
-    story.accept(7, 2)
-    if exits:
-        story.leave(2)
     story.join(3, rank=1, ranks=2, pid=101, start_id="")
-    assert story.sent(StartDrawn) == [Send(StartDrawn("new"), (2,)), Send(StartDrawn("new"), (3,))]
-    evacuation, start = story.state.evacuation, story.state.start
-    assert evacuation is not None
-    assert start is not None
-    assert evacuation.request is not None
-    assert evacuation.request.accepted == {}
-    assert (start.members[1][0], start.began_ticks) == (101, start.members[0][1])
-    assert [t.start_id for t in story.state.connected if t.rank == 1] == [""] * (not exits) + [
-        "new"
-    ]
-    story.join(4, rank=1, ranks=2, pid=150, start_id="")
-    assert len(story.all(StartDrawn)) == 2
-
-
-def test_two_processes_with_one_rank_wait_for_rank_0_and_the_nearer_one_gets_its_start() -> None:
-    """The end of the older process is not seen yet."""
-    story = joined(2, rank=1, ranks=2, pid=101, start_id="")
-    story.join(3, rank=1, ranks=2, pid=50, start_id="")
     story.join(1, rank=0, ranks=2, pid=100, start_id="new")
-    assert story.sent(StartDrawn) == [Send(StartDrawn("new"), (2,))]
+    assert story.sent(StartDrawn) == [Send(StartDrawn("new"), (3,))]
+
+
+def test_a_rank_that_knows_its_start_takes_none_of_a_rank_0_that_ends_late() -> None:
+    """Rank 0 of the new launch, from which rank 1 has it, connects last."""
+    story = joined(1, rank=0, ranks=2, pid=50, start_id="old")
+    story.join(3, rank=1, ranks=2, pid=101, start_id="new")
+    story.leave(1)
+    story.join(4, rank=0, ranks=2, pid=100, start_id="new")
+    assert not story.all(StartDrawn)
+    assert claims(story) == ["old", "new"]
+    assert story.state.start is not None
+    assert sorted(story.state.start.members) == [0, 1]
 
 
 def test_a_rank_whose_connection_ended_before_it_read_its_start_gets_it_again() -> None:

@@ -168,6 +168,10 @@ def stalls(story: Story) -> None:
         (stalls, "rank 0 makes no progress"),
         (lambda story: story.tell(TrainerFailed(1, "", "disk full", 5)), "failed: disk full"),
         (lambda story: story.join(2, rank=1, ranks=3), "1 of 3 ranks are not connected"),
+        (
+            lambda story: story.join(2, rank=1, pid=9, start_id="b"),
+            "the ranks are not of one start",
+        ),
         (lambda story: story.join(3, start_id="b", pid=400), "the training has no generation yet"),
     ],
 )

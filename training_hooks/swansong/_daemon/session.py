@@ -86,7 +86,7 @@ class DaemonSession:
 
     def hello(self) -> protocol.Hello:
         """Return the first message of each connection: identity and progress of this rank."""
-        fields = {**dataclasses.asdict(self.ranks), **self.start.fields()}
+        fields = {**self.ranks.position(), **self.start.fields()}
         return protocol.Hello(
             run=self.welcome.run,
             step=int(self.agreement.step),

@@ -47,6 +47,9 @@ class Ranks:
     node: int = 0
     nodes: int = 1
     """Number of VMs of the job."""
+    start_id: str = field(default="", compare=False)
+    """Id of the start in a job on one VM, which rank 0 has drawn; empty if this rank did not get it from rank
+    0 in the store of the process group."""
 
     @property
     def of_this_vm(self) -> range:
@@ -77,9 +80,15 @@ class Ranks:
             on_vm[vm] += 1
         return places
 
+    def position(self) -> dict[str, Any]:
+        """Return this position, without the start, as fields of a message."""
+        fields = dataclasses.asdict(self)
+        del fields["start_id"]
+        return fields
+
     def in_manifest(self) -> dict[str, Any]:
         """Return this position as fields of a rank manifest."""
-        fields = dataclasses.asdict(self)
+        fields = self.position()
         del fields["local_rank"]
         return fields
 

@@ -2,8 +2,8 @@
 """Finds the position of this process in its job, and compares it with ``torch.distributed``.
 
 An initialised ``torch.distributed`` is right about rank and number of ranks.  Its ranks exchange the rest
-through the store of the process group: which of them share a VM.  The exchange is no collective, so it needs
-no GPU and disturbs no other communication.  A rank that does not call
+through the store of the process group: which of them share a VM and, on one VM, the id of the start.  The
+exchange is no collective, so it needs no GPU and disturbs no other communication.  A rank that does not call
 ``attach()`` is found here, and not in a checkpoint that is never complete.
 """
 
@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from swansong._ranks.job_store import (
     store_of_group,
     wait_for_key,
 )
+from swansong._ranks.rendezvous import meet_ranks
 
 ATTACH_LIMIT_S = 600.0
 """Longest wait of one rank's attach() for that of another rank, as long as that of a collective."""
@@ -111,7 +113,10 @@ def _daemon_of(socket_path: str) -> list[Any]:
 
 
 def _exchange(store: JobStore, rank: int, world_size: int, daemon: list[Any]) -> Ranks:
-    """Publish the daemon of this rank, and return the position that follows from those of all ranks."""
+    """Publish the daemon of this rank, and return the position that follows from those of all ranks.
+
+    If all ranks are on one VM, they also agree on the start that they belong to.
+    """
     key = f"swansong/attach/{next(_exchanges)}"
     every_s = max(POLL_S / 5, world_size / _POLLS_PER_S)
     give_up_mono_s = time.monotonic() + ATTACH_LIMIT_S
@@ -130,7 +135,7 @@ def _exchange(store: JobStore, rank: int, world_size: int, daemon: list[Any]) ->
         if missing is None:
             daemons = [store.get(f"{key}/{other}") for other in range(world_size)]
             places = Ranks.among(dict(enumerate(daemons)))
-            answers = {other: dataclasses.asdict(place) for other, place in places.items()}
+            answers = {other: place.position() for other, place in places.items()}
         # One answer for each rank: one for all would grow with the job, and each rank would fetch it.
         for other, each in answers.items():
             store.set(f"{key}/{other}/answer", json.dumps(each))
@@ -144,7 +149,30 @@ def _exchange(store: JobStore, rank: int, world_size: int, daemon: list[Any]) ->
             f"attach() failed: rank {answer['missing']} of {world_size} did not call swansong.attach() within"
             f" {ATTACH_LIMIT_S:.0f} s; {_CALL_IT}"
         )
-    return Ranks(**answer)
+    found = Ranks(**answer)
+    if found.nodes > 1:
+        return found
+    give_up_mono_s = time.monotonic() + ATTACH_LIMIT_S
+    return dataclasses.replace(found, start_id=_meet(store, key, rank, world_size, give_up_mono_s))
+
+
+def _meet(store: JobStore, key: str, rank: int, world_size: int, give_up_mono_s: float) -> str:
+    """Return the id of the start, the same for all ranks.
+
+    torchrun keeps its store over a restart of the ranks, so the exchange may have read the answers of an
+    earlier start.  Its positions were the same, but its id was another one.
+    """
+
+    def watch(_: Sequence[int]) -> None:
+        if time.monotonic() > give_up_mono_s:
+            raise PositionError(
+                f"attach() failed: not all {world_size} ranks called swansong.attach() within"
+                f" {ATTACH_LIMIT_S:.0f} s; {_CALL_IT}"
+            )
+
+    found = meet_ranks(store, rank, world_size, closed=_NEVER, watch=watch, prefix=f"{key}/")
+    assert found is not None
+    return found
 
 
 def _has_attached(

@@ -176,50 +176,15 @@ class Rendezvous:
             self._announcing.join(1.0)
 
     def _meet_ranks(self, store: JobStore) -> str | None:
-        """Meet the other ranks of this start of the job, and no rank of an earlier one.
+        begun_mono_s = time.monotonic()
 
-        Rank 0 acknowledges each rank by the nonce of that rank, so a rank cannot take an acknowledgement
-        that an earlier start has left for its own.
-
-        Returns:
-            Id of the rendezvous, the same for all ranks; None if :attr:`closed` was set before all ranks had
-            met.
-        """
-        nonce, begun_mono_s = secrets.token_hex(8), time.monotonic()
-        store.set(f"hello/{self.ranks.rank}", nonce)
-        if self.ranks.rank == 0:
-            return self._gather(store, nonce, begun_mono_s)
-        welcome = f"welcome/{nonce}"
-        while not wait_for_key(store, welcome, self.closed, every_s=POLL_S, limit_s=_ABSENT_POLL_S):
-            if self.closed.is_set():
-                return None
-            self._report_absent([0] if _is_absent(store, 0) else [], begun_mono_s)
-        rendezvous_id = store.get(welcome).decode()
-        store.set(f"{rendezvous_id}/met/{self.ranks.rank}", "")
-        return rendezvous_id
-
-    def _gather(self, store: JobStore, nonce: str, begun_mono_s: float) -> str | None:
-        """Acknowledge every other rank until all have met: the part of rank 0, whose nonce becomes the id."""
-        missing = set(range(1, self.ranks.world_size))
-        acknowledged: set[str] = set()
-        while missing:
-            without_daemon = []
-            for other in sorted(missing):
-                if store.check([f"{nonce}/met/{other}"]):
-                    missing.remove(other)
-                elif store.check([f"hello/{other}"]):
-                    theirs = store.get(f"hello/{other}").decode()
-                    if theirs == _ABSENT:
-                        without_daemon.append(other)
-                    elif theirs not in acknowledged:
-                        acknowledged.add(theirs)
-                        store.set(f"welcome/{theirs}", nonce)
+        def watch(without_daemon: Sequence[int]) -> None:
             self._report_absent(without_daemon, begun_mono_s)
-            if missing and self.closed.wait(POLL_S):
-                return None
-        return nonce
 
-    def _report_absent(self, ranks: list[int], begun_mono_s: float) -> None:
+        rank, world_size = self.ranks.rank, self.ranks.world_size
+        return meet_ranks(store, rank, world_size, closed=self.closed, watch=watch)
+
+    def _report_absent(self, ranks: Sequence[int], begun_mono_s: float) -> None:
         """Give up the wait if ranks have reported for :data:`ABSENT_S` that their VM has no daemon."""
         if not ranks or time.monotonic() - begun_mono_s <= ABSENT_S:
             return
@@ -258,6 +223,62 @@ class Rendezvous:
                 store.set(may_begin, "")
 
 
+def meet_ranks(
+    store: JobStore,
+    rank: int,
+    world_size: int,
+    *,
+    closed: threading.Event,
+    watch: Callable[[Sequence[int]], object],
+    prefix: str = "",
+) -> str | None:
+    """Meet the other ranks of this start of the job, and no rank of an earlier one.
+
+    Rank 0 acknowledges each rank by the nonce of that rank, so a rank cannot take an acknowledgement that an
+    earlier start has left for its own.
+
+    Args:
+        store: connection of the calling thread.
+        rank: of this process.
+        world_size: number of ranks.
+        closed: ends the wait.
+        watch: called during the wait with the ranks that report that their VM has no daemon; may raise.
+        prefix: of all keys.
+
+    Returns:
+        Id of the rendezvous, the same for all ranks; None if ``closed`` was set before all ranks had met.
+    """
+    nonce = secrets.token_hex(8)
+    store.set(f"{prefix}hello/{rank}", nonce)
+    if rank != 0:
+        welcome = f"{prefix}welcome/{nonce}"
+        while not wait_for_key(store, welcome, closed, every_s=POLL_S, limit_s=_ABSENT_POLL_S):
+            if closed.is_set():
+                return None
+            watch([0] if _is_absent(store, f"{prefix}hello/0") else [])
+        rendezvous_id = store.get(welcome).decode()
+        store.set(f"{prefix}{rendezvous_id}/met/{rank}", "")
+        return rendezvous_id
+    missing = set(range(1, world_size))
+    acknowledged: set[str] = set()
+    while missing:
+        without_daemon = []
+        for other in sorted(missing):
+            if store.check([f"{prefix}{nonce}/met/{other}"]):
+                missing.remove(other)
+            elif store.check([f"{prefix}hello/{other}"]):
+                theirs = store.get(f"{prefix}hello/{other}").decode()
+                if theirs == _ABSENT:
+                    without_daemon.append(other)
+                elif theirs not in acknowledged:
+                    acknowledged.add(theirs)
+                    store.set(f"{prefix}welcome/{theirs}", nonce)
+        watch(without_daemon)
+        if missing and closed.wait(POLL_S):
+            return None
+    return nonce  # becomes the id
+
+
 def _parsed(data: bytes) -> Finished | None:
     """The answer of a daemon that another rank has published; None if it is invalid."""
     try:
@@ -289,6 +310,5 @@ def report_absence(store: JobStore, rank: int) -> None:
     store.set(f"hello/{rank}", _ABSENT)
 
 
-def _is_absent(store: JobStore, rank: int) -> bool:
-    key = f"hello/{rank}"
+def _is_absent(store: JobStore, key: str) -> bool:
     return store.check([key]) and store.get(key).decode() == _ABSENT

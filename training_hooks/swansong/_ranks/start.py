@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The start of the training that this rank belongs to.
 
-A start is one launch of all ranks of the job.  Rank 0 draws its id.  On one VM the other ranks learn it from
-the daemon, over several VMs in the rendezvous.  A rollback, a second restore and a script that loads an older
-state by itself begin further starts in the same processes: ``<first id>~<n>``.
+A start is one launch of all ranks of the job.  Rank 0 draws its id.  The others learn it in the job's own
+store: on one VM as they attach, over several VMs in the rendezvous.  Without a process group on one VM they
+learn it from the daemon.  A rollback, a second restore and a script that loads an older state by itself begin
+further starts in the same processes: ``<first id>~<n>``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class TrainingStart:
         self._path = path
         self._changed = threading.Condition()
         is_drawn_here = ranks.rank == 0 and ranks.nodes == 1
-        self._first_id = secrets.token_hex(8) if is_drawn_here else ""
+        self._first_id = ranks.start_id or (secrets.token_hex(8) if is_drawn_here else "")
         self._counted = self._number = 0
         self._begins_over = False
         self._loaded = Loaded()
