@@ -268,3 +268,28 @@ def test_a_hostile_page_is_transient(cloud_environment: None) -> None:
 
             ask()
             assert peak_bytes(ask) < 20 * MIB
+
+
+@pytest.mark.fault("H07")
+@pytest.mark.parametrize("kind", STORES)
+def test_settings_of_a_bucket_are_bounded(kind: str, cloud_environment: None) -> None:
+    """The SDKs read a body of any size; their requests use the store's client, which ends the body."""
+    body = b'<LifecycleConfiguration x="' if kind == "s3" else b'{"kind": "'
+
+    def script(peer: Peer) -> None:
+        while peer.request() is not None:
+            with suppress(OSError):
+                peer.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (100 * MIB))
+                peer.send(body)
+                for _ in range(100):
+                    peer.send(b"x" * MIB)
+
+    with RawServer(script) as server:
+        store = STORES[kind](server.url)
+
+        def ask() -> None:
+            with pytest.raises(Transient):
+                store.settings.lifecycle_rules()
+
+        ask()
+        assert peak_bytes(ask) < 12 * MIB

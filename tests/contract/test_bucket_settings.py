@@ -139,7 +139,7 @@ def test_settings_of_a_foreign_s3_are_read(open_cloud: Callable[[str], Cloud]) -
 @pytest.mark.fault("K10")
 @pytest.mark.parametrize("how", ["empty", "half", "foreign"])
 def test_a_damaged_setting_is_unknown(s3: Place, how: str) -> None:
-    """An empty document, or the page of a proxy, is not a bucket without rules."""
+    """boto3 alone reads an empty document, or the page of a proxy, as a bucket without rules."""
     place = Place(s3.cloud, lock=1)
     rules = lifecycle.for_s3(KEYS, "p/")
     place.client.put_bucket_lifecycle_configuration(Bucket=place.name, LifecycleConfiguration=rules)

@@ -63,7 +63,7 @@ def test_objects_of_a_foreign_gcs_are_read(server: ForeignServer) -> None:
 
 
 def test_settings_of_a_foreign_gcs_are_read(server: ForeignServer) -> None:
-    """They are read; a right that the server cannot report is an error."""
+    """The client of Google's library reads them; a right that the server cannot report is an error."""
 
     def settings() -> GcsSettings:  # each on a connection of its own: see filled()
         return store_at(f"gs://{BUCKET}/read", server.url).settings

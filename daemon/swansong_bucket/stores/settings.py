@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of a bucket that decide whether checkpoints remain, for the tools.
 
-They are read as the data path reads: the clients of the SDKs take an empty document for settings without a
-value, read a body of any size, and Google's follows redirects.
+The SDKs of the clouds form the requests and parse the responses.  Their own clients read a body of any size,
+and Google's follows redirects; so the requests are sent as those of the data path are.
 
 Each method raises Permanent without the right to read the setting: unknown is not absent.
 """

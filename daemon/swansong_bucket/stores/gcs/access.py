@@ -85,10 +85,9 @@ class GcsAccess(RemoteAccess):
         if self._authorization():
             self._credentials.renew()
 
-    def of_bucket(self, what: str, below: str) -> Response:
-        """GET a resource of the bucket itself: its path below that of the bucket, and the query."""
-        target = f"/storage/v1/b/{quote(self.bucket, safe='')}{below}"
-        return self._exchange(what, StoreRequest("GET", target, {}, {}))
+    def ask(self, what: str, method: str, target: str) -> Response:
+        """Send a request of google-cloud-storage: its path with its query."""
+        return self._exchange(what, StoreRequest(method, target, {}, {}))
 
     def _path(self, key: str | None, *, is_data: bool) -> str:
         """The XML interface has the bytes of objects, the JSON interface everything else."""
