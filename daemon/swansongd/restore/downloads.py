@@ -155,7 +155,9 @@ class Downloads:
                     return last
                 if not running.is_asked and not wish.is_prefetch:
                     is_other = last is not None and running.base is not last
-                    if is_other or not running.serves(wish) or running.exceeds(wish):
+                    has_not_begun = running.is_paused and not running.shards
+                    is_unfit = not running.serves(wish) or running.exceeds(wish)
+                    if is_other or is_unfit or has_not_begun:
                         running.cancel()  # its chunks stay
                     elif running.shards:
                         running.is_asked = True

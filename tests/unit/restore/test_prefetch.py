@@ -295,6 +295,19 @@ def test_an_evacuation_pauses_the_prefetch_and_its_chunks_stay(vm: Vm) -> None:
     assert len(vm.store.given) < reads + CHUNKS, "the chunks of before were not fetched again"
 
 
+def test_a_trainer_does_not_wait_for_a_prefetch_that_never_began(vm: Vm) -> None:
+    """The notice came before the prefetch had read a manifest: the trainer gets its checkpoint."""
+    vm.commit(100)
+    vm.story.notice()
+    vm.prefetch.start()
+    vm.shows("waiting", "evacuation")
+    assert not vm.store.given
+    answer = vm.ask().answer()
+    assert vm.state.evacuation is not None
+    assert (answer.step, answer.error) == (100, "")
+    vm.shows("answered")
+
+
 def test_training_that_began_without_the_prefetch_ends_it(vm: Vm) -> None:
     """The trainer did not ask: the directory only takes space."""
     vm.commit(100)
