@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from swansong import protocol
-from swansong_bucket.errors import SwansongError, Unreachable
+from swansong_bucket.errors import ConfigError, SwansongError, Unreachable
 from swansong_bucket.model import UNKNOWN_PARENT, Parent
 from swansong_tools.commands.client import DaemonClient
 from swansongd.core.events import (
@@ -402,7 +402,7 @@ def test_a_file_that_is_not_a_socket_is_left_alone(tmp_path: Path) -> None:
     """A wrong path in the configuration deletes no file."""
     path = tmp_path / "precious"
     path.write_text("data")
-    with pytest.raises(SwansongError, match="not a socket"):
+    with pytest.raises(ConfigError, match="not a socket"):
         connection.listen(path)
     assert path.read_text() == "data"
 

@@ -101,6 +101,13 @@ def test_one_step_can_be_selected(store: FileStore, tmp_path: Path) -> None:
         restore(store, KEYS, RestoreTarget(tmp_path / "3"), Selection(step=150))
 
 
+def test_a_run_with_other_commits_is_not_called_empty(store: FileStore, to: Path) -> None:
+    """No commit has the generation: the error names one that the run has, and is not of a fresh run."""
+    with pytest.raises(NothingToRestore, match="is another one") as caught:
+        restore(store, KEYS, RestoreTarget(to), Selection(wanted=lambda ref, _: ref.generation > 8))
+    assert not caught.value.is_fresh
+
+
 def test_runs_do_not_mix(store: FileStore, to: Path) -> None:
     """A run sees no commits of other runs in the same store."""
     with pytest.raises(NothingToRestore, match="run other has no commit"):

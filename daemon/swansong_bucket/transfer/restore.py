@@ -129,6 +129,8 @@ def restore(
         Stopped: ``options.stop`` was set.
     """
     skipped: list[tuple[CommitRef, str]] = []
+    passed: list[CommitRef] = []
+    """Whole commits that are not wanted."""
     is_fresh = selection.step is None
 
     def restored(commit: Commit) -> RestoreResult | None:
@@ -137,6 +139,7 @@ def restore(
             _expect_capacity(store, keys, commit, target)
         manifests, from_mirror = manifests_of(store, keys, commit, mirror, selection.ranks)
         if selection.wanted is not None and not selection.wanted(commit.ref, health_of(manifests)):
+            passed.append(commit.ref)
             return None
         shards = merged(manifests)
         wanted = [shard for shard in shards if selection.files is None or selection.files(shard)]
@@ -180,7 +183,7 @@ def restore(
                 return result
     if is_fresh:
         catalog.expect_fresh(store, keys)
-    raise nothing_found(keys, selection.step, skipped, is_fresh=is_fresh)
+    raise nothing_found(keys, selection.step, skipped, passed=passed, is_fresh=is_fresh)
 
 
 def _expect_capacity(
@@ -298,9 +301,24 @@ def nothing_found(
     step: int | None,
     skipped: Sequence[tuple[CommitRef, str]],
     *,
+    passed: Sequence[CommitRef] = (),
     is_fresh: bool = False,
 ) -> NothingToRestore:
+    """The error of a search without a result.
+
+    Args:
+        keys: of the run.
+        step: that was asked for; None for any.
+        skipped: damaged commits, with the reasons.
+        passed: commits of this step that were not asked for.
+        is_fresh: the run has never committed.
+    """
     wanted = f"run {keys.run}" if step is None else f"step {step} of run {keys.run}"
+    if passed and not skipped:
+        return NothingToRestore(
+            f"{wanted} has no commit that was asked for: {passed[0]} is another one",
+            hint="List the commits: swansong ls --wide",
+        )
     if not skipped:
         return NothingToRestore(f"{wanted} has no commit", is_fresh=is_fresh)
     reasons = "; ".join(f"{ref}: {reason}" for ref, reason in skipped[:_REASONS_MAX])

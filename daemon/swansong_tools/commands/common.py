@@ -45,15 +45,14 @@ def add_json(parser: argparse._ActionsContainer) -> None:
     add_flag(parser, "--json", "print JSON, for programs")
 
 
-def argument(reader: Reader, *, takes_number: bool = False) -> Parser:
+def argument(reader: Reader) -> Parser:
     """A parser that reads an argument as the configuration reads a value.
 
-    Args:
-        takes_number: whether digits alone are a number, as a value without quotes is.
+    Digits alone are a number, as a value without quotes is.
     """
 
     def parse(text: str) -> Any:
-        is_number = takes_number and text.isascii() and text.isdigit()
+        is_number = text.isascii() and text.isdigit()
         try:
             return reader(int(text) if is_number else text)
         except InvalidValue as error:
@@ -82,7 +81,7 @@ def whole(what: str, most: int, *, least: int = 1) -> Parser:
 
 def interval(least_s: float, most_s: float, shown: str) -> Parser:
     """A parser of a duration within limits, which ``shown`` has in words."""
-    read = argument(duration, takes_number=True)
+    read = argument(duration)
 
     def parse(text: str) -> float:
         seconds = float(read(text))

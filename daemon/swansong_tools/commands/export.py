@@ -118,15 +118,19 @@ def _chosen(
         NothingToRestore: there is none.
     """
     skipped: list[tuple[CommitRef, str]] = []
+    passed: list[CommitRef] = []
     for commit in catalog.newest_commits(here.store, here.keys):
         ref = commit.ref
-        if wanted_step not in (None, ref.step) or wanted_generation not in (None, ref.generation):
+        if wanted_step not in (None, ref.step):
+            continue
+        if wanted_generation not in (None, ref.generation):
+            passed.append(ref)
             continue
         try:
             return ref, manifests_of(here.store, here.keys, commit, mirror)[0]
         except CorruptError as error:
             skipped.append((ref, error.line()))
-    raise nothing_found(here.keys, wanted_step, skipped)
+    raise nothing_found(here.keys, wanted_step, skipped, passed=passed)
 
 
 @dataclass(slots=True)

@@ -63,7 +63,7 @@ def add_notice(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
     kind.add_argument(
         "--in",
         dest="in_s",
-        type=argument(duration, takes_number=True),
+        type=argument(duration),
         metavar="TIME",
         help="time until the VM is terminated, such as 90s or 1h",
     )

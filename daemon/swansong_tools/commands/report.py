@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--evacuations",
-        type=whole("a number of evacuations", 999),
+        type=whole(f"a number of evacuations, at most {EVACUATIONS_MAX}", EVACUATIONS_MAX),
         default=EVACUATIONS,
         metavar="N",
         help=f"number of newest evacuations (default {EVACUATIONS}, at most {EVACUATIONS_MAX})",
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     with opened(args) as here:
         found = history.read(
             Run.listed(here.store, here.keys, stop=here.stop),
-            evacuations_max=min(args.evacuations, EVACUATIONS_MAX),
+            evacuations_max=args.evacuations,
             progress_of=lambda what: ProgressDisplay(f"reading {what}", what, is_quiet=args.json),
         )
         made = facts.report(

@@ -75,7 +75,7 @@ def _share(text: str) -> float:
 
 
 def _rate(text: str) -> float | None:
-    limit: float | None = argument(rate, takes_number=True)(text.removesuffix("/s"))
+    limit: float | None = argument(rate)(text.removesuffix("/s"))
     return limit
 
 

@@ -11,7 +11,7 @@ import struct
 from contextlib import suppress
 from pathlib import Path
 
-from swansong_bucket.errors import SwansongError
+from swansong_bucket.errors import ConfigError, SwansongError
 
 SHORT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Errors that may pass when this process, or another one, has freed descriptors or memory."""
@@ -46,7 +46,8 @@ def listen(
         mode: of the file.
 
     Raises:
-        SwansongError: another process listens there, or the path is not a socket.
+        ConfigError: the path is not a socket.
+        SwansongError: another process listens there.
         OSError: the directory is missing or not writable.
     """
     _remove_stale(path, kind, key)
@@ -68,10 +69,8 @@ def listen(
 def _remove_stale(path: Path, kind: socket.SocketKind, key: str) -> None:
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise SwansongError(
-                f"{path} exists and is not a socket",
-                hint=f"remove it, or name another path in {key}",
-            )
+            problem = f"{key}: {path} exists and is not a socket; remove it, or name another path"
+            raise ConfigError([problem])
     except FileNotFoundError:
         return
     with socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK) as probe:

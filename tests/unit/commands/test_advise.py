@@ -141,11 +141,9 @@ def test_a_wrong_combination_is_a_clear_error(
     "words",
     [
         ("--size", "0"),
-        ("--size", "84"),
         ("--size", "9999999TiB"),
         ("--bandwidth", "0"),
         ("--bandwidth", "2"),
-        ("--notice", "30"),
         ("--gpus", "0"),
         ("--steps", "9" * 30),
         ("--interruptions-per-day", "nan"),

@@ -25,6 +25,22 @@ def test_every_example_is_a_valid_command_line(command: str) -> None:
     assert command in {main.parser(words).parse_args(words).command for words in shown}
 
 
+@pytest.mark.parametrize(
+    ("line", "option", "value"),
+    [
+        ("advise --size 84000000000", "size", 84 * 10**9),
+        ("advise --bandwidth 2000000000", "bandwidth", 2e9),
+        ("advise --notice 30", "notice", 30.0),
+        ("drill --in 120", "in_s", 120.0),
+        ("run --grace 25 -- true", "grace", 25.0),
+        ("verify --rate 50000000", "rate", 5e7),
+    ],
+)
+def test_digits_are_a_number_as_in_the_configuration(line: str, option: str, value: float) -> None:
+    words = line.split()
+    assert getattr(main.parser(words).parse_args(words), option) == value
+
+
 def test_the_examples_of_the_command_itself_are_valid() -> None:
     """``swansong --help`` ends with examples as well."""
     for line in main.EXAMPLES.values():
