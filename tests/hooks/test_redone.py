@@ -132,6 +132,15 @@ def test_steps_after_a_checkpoint_are_digested_at_growing_distances() -> None:
     assert job.digested() == [11, 12, 14, 18, 26, 31, 32, 34, 38]
 
 
+def test_no_step_is_digested_that_no_checkpoint_can_have() -> None:
+    """The daemon refuses such a digest, and with it the rank."""
+    job = Job()
+    job.steps.begin(bounds.STEP_MAX - 1)
+    job.train(bounds.STEP_MAX, bounds.STEP_MAX + 4)
+    job.steps.tick()
+    assert job.digested() == [bounds.STEP_MAX]
+
+
 def test_a_rank_compares_what_the_daemon_answers() -> None:
     """A rank also digests the steps of the interrupted start.  Without a connection, the result waits."""
     first = Job()

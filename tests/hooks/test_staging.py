@@ -7,9 +7,11 @@ import contextlib
 import os
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from swansong import bounds
 from swansong._checkpoint.staging import _name_of, finish, remove_leftovers, write_checkpoint
 from swansong.layout import RankManifest
 
@@ -133,6 +135,14 @@ def test_a_file_that_may_not_be_uploaded_fails_the_save(
     """finish() refuses links and invalid names, and the partial set is removed."""
     with pytest.raises(ValueError, match=reason):
         write_checkpoint(str(tmp_path), "n", MANIFEST, put)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_with_too_many_digits_fails_the_save(tmp_path: Path) -> None:
+    """The daemon would neither commit nor delete the set: its name is not one of a set."""
+    manifest = replace(MANIFEST, step=bounds.STEP_MAX + 1)
+    with pytest.raises(ValueError, match="step is 1000000000000, not an integer"):
+        write_checkpoint(str(tmp_path), "n", manifest, lambda _: None, durable=False)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -69,8 +69,12 @@ _FINAL = re.compile(_RANK + r"(\.json|/.*)")
 
 
 def sealed_name(step: int, nonce: str) -> str:
-    """Return the name of a sealed set."""
-    return f"step-{step:012d}.{nonce}"
+    """Return the name of a sealed set.
+
+    Raises:
+        BoundsError: the step has more digits than the daemon finds.
+    """
+    return f"step-{bounds.integer(step, 'step', 0, bounds.STEP_MAX):012d}.{nonce}"
 
 
 def parse_sealed_name(name: str) -> tuple[int, str] | None:

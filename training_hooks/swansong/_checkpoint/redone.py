@@ -217,7 +217,7 @@ class RedoneSteps:
     def note(self, step: int, loss: Any, state: Snapshots) -> None:
         """Take the parts of this step's digest, between two steps."""
         self._plan(step)
-        if not self.is_wanted:
+        if not self.is_wanted or step > bounds.STEP_MAX:
             return
         try:
             begun_mono_s = time.monotonic()
