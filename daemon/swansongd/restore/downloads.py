@@ -265,7 +265,7 @@ def _is_there(download: Download) -> bool:
 
 
 def _opened_restored(run: RunDirectory) -> int:
-    hint = "let the daemon's user own the staging directory of the run"
+    hint = "restart the daemon if it is missing, or let its user own the directory of the run"
     with explained(run.path / RESTORED_DIRECTORY, hint):
         return open_restored(run.fd)
 

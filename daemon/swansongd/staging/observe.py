@@ -50,6 +50,7 @@ class StagingObserver:
         self._stop = threading.Event()
         self._last: Scanned | None = None
         self._trouble = ""
+        self._is_replaced = False
         self._thread = lasting_thread("staging-observer", self._run)
 
     def start(self) -> None:
@@ -103,6 +104,9 @@ class StagingObserver:
                 self._log.error("staging_scan_failed", error=self._trouble)
             return
         self._trouble = ""
+        was_replaced, self._is_replaced = self._is_replaced, self._scanner.is_replaced
+        if self._is_replaced and not was_replaced:
+            self._log.error("staging_replaced", directory=str(self._scanner.run_directory))
         if is_requested or self._last is None or _content(scanned) != _content(self._last):
             known = () if self._last is None else self._last.rejected
             for directory, reason in scanned.rejected:

@@ -11,6 +11,7 @@ The daemon may upload them early, but they are part of no commit before the set 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -127,6 +128,16 @@ class Scanner:
         self._monotonic = monotonic
         self._seen: dict[str, _EntryState] = {}
         self._growing: dict[str, Staged] = {}
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether the path leads to another directory than the open one: trainers would save there."""
+        if isinstance(self._directory, Path):
+            return False
+        try:
+            return not os.path.samestat(os.fstat(self._directory), os.stat(self.run_directory))
+        except OSError as error:
+            return error.errno == errno.ENOENT
 
     def scan(self) -> Scanned:
         """Scan once.

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import CapturingLogger, capture_logs
@@ -43,10 +44,19 @@ def run(tmp_path: Path) -> Path:
 class Observing:
     """A running observer and its events."""
 
-    def __init__(self, run: Path, *, interval_s: float = NEVER_S, settle_s: float = 0.05) -> None:
+    def __init__(
+        self,
+        run: Path,
+        *,
+        run_fd: int | None = None,
+        interval_s: float = NEVER_S,
+        settle_s: float = 0.05,
+    ) -> None:
         self.events: list[Scanned] = []
         self.log = CapturingLogger()
-        self.scanner = Scanner(run, allowed_uids=ME, settle_s=settle_s, monotonic=time.monotonic)
+        self.scanner = Scanner(
+            run, run_fd=run_fd, allowed_uids=ME, settle_s=settle_s, monotonic=time.monotonic
+        )
         self.observer = StagingObserver(self.scanner, self._post, self.log, interval_s=interval_s)
 
     def _post(self, event: Event) -> None:
@@ -65,7 +75,7 @@ class Observing:
 def observing(run: Path) -> Iterator[Callable[..., Observing]]:
     started: list[Observing] = []
 
-    def start(**arguments: float) -> Observing:
+    def start(**arguments: Any) -> Observing:
         started.append(Observing(run, **arguments))
         started[-1].observer.start()
         until(lambda: started[-1].events, what="the first scan")
@@ -174,6 +184,27 @@ def test_errors_never_end_the_observer(run: Path, observing: Callable[..., Obser
     until(lambda: len(seen.events) == 2, what="the requested scan")
 
 
+@pytest.mark.parametrize("is_made_again", [False, True])
+def test_a_directory_that_is_replaced_is_reported_once(
+    run: Path, observing: Callable[..., Observing], is_made_again: bool
+) -> None:
+    """The daemon keeps the old one open: the sets there vanish, and new ones go elsewhere."""
+    write_set(run)
+    with openat.held(openat.open_directory(run)) as fd:
+        seen = observing(run_fd=fd, interval_s=0.01)
+        seen.until_staged(1)
+        run.rename(run.parent / "away")
+        if is_made_again:
+            run.mkdir()
+        shutil.rmtree(run.parent / "away")
+        seen.until_staged(0)
+        scans = count_scans(seen.scanner)
+        until(lambda: len(scans) > 3)
+        lines = [line for line in seen.log_lines if line != "staging_watch_failed"]
+        assert lines == ["staging_replaced"]
+        seen.observer.close()
+
+
 def count_scans(scanner: Scanner) -> list[None]:
     scans: list[None] = []
     scan = scanner.scan
@@ -189,6 +220,7 @@ def count_scans(scanner: Scanner) -> list[None]:
 EXHAUSTED = """
 import ctypes, json, os, sys, time
 from pathlib import Path
+from typing import Any
 from structlog.testing import CapturingLogger, capture_logs
 from swansong import openat
 from swansongd.staging import scan

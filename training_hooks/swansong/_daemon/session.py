@@ -200,8 +200,8 @@ class DaemonSession:
             return
         if not os.access(staging, os.R_OK | os.W_OK | os.X_OK):
             self._cannot_save(
-                f"cannot write to {staging}: it is missing, or this user has no permission; add this"
-                " user to the group that owns it (see ls -ld) and log in again"
+                f"cannot write to {staging}: it is missing, or this user has no permission; restart the"
+                " daemon, or add this user to the group that owns it (see ls -ld) and log in again"
             )
             return
         try:
