@@ -181,7 +181,8 @@ def sentences(story: Story) -> Iterator[str]:
     """The course of an evacuation in plain English."""
     recorded, ended = story.recorded, story.interruption
     at = second(recorded.opened_wall_s)
-    notice = ", ".join(f"{notice.kind} from {notice.source}" for notice in recorded.notices)
+    named = dict.fromkeys(f"{notice.kind} from {notice.source}" for notice in recorded.notices)
+    notice = ", ".join(named)
     if is_of_peer(recorded):
         notice = "another VM of the job has it"
     left = (
@@ -196,6 +197,12 @@ def sentences(story: Story) -> Iterator[str]:
         why = opening.facts.get("why")
         yield f"Its plan was to {plan}{f' ({why})' if why else ''}."
     yield f"The verdict is {recorded.verdict.value}: {recorded.reason}. {_MEANING[recorded.verdict]}"
+    at_s, deadline_s = decided_s(recorded), recorded.deadline_s
+    if at_s is not None and deadline_s is not None and at_s > deadline_s:
+        verdicts = [entry for entry in recorded.timeline if entry.phase == "verdict"]
+        timely = [entry.facts.get("verdict") for entry in verdicts if entry.at_s <= deadline_s]
+        earlier = f", at which it was {timely[-1]}" if timely else ""
+        yield f"It came {human_span(at_s - deadline_s)} after the deadline{earlier}."
     if story.was_outlived:
         yield "The VM outlived this deadline, and training continued."
         return

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from swansong_bucket.format.farewell import RecordedEvacuation
+from swansong_bucket.format.farewell import RecordedEvacuation, TimelineEntry
 from swansong_bucket.loss_records import NoticeRecord
 from swansong_bucket.model import PEER_SOURCE, Verdict, merged_health
 from swansong_bucket.runs.history import RunHistory
@@ -142,6 +142,25 @@ def test_a_verdict_has_the_time_at_which_it_was_reached(past: RunHistory) -> Non
     """A follow-up confirms SAFE at 95 s; the verdict was there after 52 s."""
     story = told(past, *past.evacuations.evacuations)[0]
     assert [each.outcome for each in comparisons(story) if each.name == "Verdict"] == ["after 52 s"]
+
+
+def test_a_verdict_after_the_deadline_is_not_told_as_one_in_time(past: RunHistory) -> None:
+    """The VM outlived its deadline, and the exit code of a drill was that of the earlier verdict."""
+    newest = past.evacuations.evacuations[-1]
+    verdicts = (("PARTIAL", 6.0), ("SAFE", 9.0), ("SAFE", 10.0))
+    timeline = tuple(TimelineEntry("verdict", at_s, {"verdict": each}) for each, at_s in verdicts)
+    late = replace(newest, verdict=Verdict.SAFE, deadline_s=8.0, timeline=timeline)
+    assert "It came 1 s after the deadline, at which it was PARTIAL." in list(
+        sentences(told(past, late)[0])
+    )
+    timely = replace(late, deadline_s=9.5)
+    assert not any("after the deadline" in each for each in sentences(told(past, timely)[0]))
+
+
+def test_equal_notices_are_named_once(past: RunHistory) -> None:
+    notices = (NoticeRecord("drill", "drill"),) * 3
+    newest = replace(past.evacuations.evacuations[-1], notices=notices)
+    assert "notice (drill from drill)," in next(sentences(told(past, newest)[0]))
 
 
 def test_the_vms_of_a_job_are_told_apart(past: RunHistory) -> None:
