@@ -80,6 +80,12 @@ NOT_FOUND = (
     Mutant("proof", "if newest.generation == start.generation:\n        return newest.step",
            "if newest.generation >= (start.generation or 0):\n        return newest.step"),
     Mutant("starts", "math.inf if start.is_live else 0.0", "0.0"),
+    # Unit tests find these: the claim record must be lost, and a start without a claim must have sealed sets.
+    Mutant("proof", "if each.written_ns < began_ns}", "if True}"),
+    Mutant("starts", "max(first_ns.get(start.id, 0), state.began_ns(start))", "first_ns.get(start.id, 0)"),
+    Mutant("starts", "start if start.is_placed or start.id not in inherited else None", "start"),
+    # The world of one VM has no other VM that this claim would fence.
+    Mutant("starts", "transition.do(WithdrawClaim())", "pass"),
     # A set of suspect training must wait for its commit at SAFE; the simulator of GPUs finds it.
     Mutant("proof", "s.id.start != start.id or not is_sound(s.health)", "s.id.start != start.id"),
     # A start must load an older state after the answer, and seal a set before the answer is committed.
