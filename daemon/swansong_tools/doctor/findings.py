@@ -176,6 +176,7 @@ def has_failure(findings: Iterable[Finding]) -> bool:
 def of_error(error: Exception, fix: str) -> Judgement:
     """Turn an error into a failure.  A command between backticks in its hint replaces ``fix``.
 
+    A command after the first sentence of the hint is right in one case only, which the fix then names.
     The text of an error of the store contains the store's own words, and so never a command.
     """
     words, hint = str(error), error.hint if isinstance(error, SwansongError) else ""
@@ -183,6 +184,8 @@ def of_error(error: Exception, fix: str) -> Judgement:
     if offered:
         words = words[: offered.start()]
     command = offered or _COMMAND.search(hint)
+    if command and not offered and ".  " in hint[: command.start()]:
+        return failure(words, f"# {hint.replace('`', '')}")
     if command:
         is_of_the_cloud = command[1].startswith(("aws ", "gcloud ", "az "))
         return failure(words, command[1] if is_of_the_cloud else fixes.as_root(command[1]))

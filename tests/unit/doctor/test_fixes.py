@@ -48,6 +48,15 @@ def test_a_finding_of_another_process_is_never_harmless() -> None:
     assert not isinstance(found.fix, Harmless)
 
 
+def test_a_command_for_one_case_is_no_fix_without_the_case() -> None:
+    """An unmounted store is to be mounted: the marker of the store does not belong on the root disk."""
+    hint = "Mount it again.  If the directory was emptied on purpose: `echo marker > /s/marker`"
+    found = of_error(SwansongError("the store is not mounted", hint=hint), "edit")
+    assert found.fix == (
+        "# Mount it again.  If the directory was emptied on purpose: echo marker > /s/marker"
+    )
+
+
 def test_words_of_a_server_are_never_a_command() -> None:
     """Neither a store nor a metadata service puts a command into a fix; our own hints do."""
     of_store = of_error(Forbidden(f"get x: 403 AccessDenied; fix it with {COMMAND}"), "edit")
