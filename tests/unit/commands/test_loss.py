@@ -143,6 +143,7 @@ def test_a_run_without_training_is_no_error(
     configuration: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Its total is null, and a person gets a sentence."""
+    committed.commit(file_store(configuration.parent / "bucket"), {"a": b"x"}, run="other")
     words = ["--config", str(configuration), "loss", "--run", "other"]
     assert main.main([*words, "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["total"] is None

@@ -11,7 +11,9 @@ from swansong_tools.commands import main
 from testkit.committed import commit, configuration, file_store
 
 
-@pytest.mark.parametrize("command", [["ls"], ["prune"], ["prune", "--dry-run", "--json"]])
+@pytest.mark.parametrize(
+    "command", [["ls"], ["prune"], ["prune", "--dry-run", "--json"], ["loss"], ["report"]]
+)
 def test_a_run_that_does_not_exist_is_an_error(
     command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
