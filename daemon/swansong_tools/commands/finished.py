@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import argparse
 
-from swansong_bucket.runs.commit import newest_whole_commit
+from swansong_bucket.errors import CorruptError
+from swansong_bucket.runs import catalog
+from swansong_bucket.runs.commit import newest_whole
 
 from swansong_tools.commands.common import add_json, add_run, place, print_json
 from swansong_tools.commands.opening import opened
@@ -26,7 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with opened(args) as here:
-        newest = newest_whole_commit(here.store, here.keys)
+        found = newest_whole(here.store, here.keys)
+        newest = None if found is None else found.ref
+        if found is not None and found.ref.is_final:
+            try:
+                catalog.load(here.store, here.keys, found)
+            except CorruptError as error:  # a restore passes over it
+                hint = "Repair it from the mirror: swansong verify --repair"
+                raise CorruptError(f"{found.ref} is damaged: {error}", hint=hint) from error
     name, is_finished = here.keys.run, newest is not None and newest.is_final
     if args.json:
         print_json({"run": name, "finished": is_finished, **place(newest)})

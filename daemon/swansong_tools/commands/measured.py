@@ -320,9 +320,9 @@ def _evacuation(read: _Bucket, each: Interruption) -> RecordedEvacuation | None:
 
 
 def _grace_s(read: _Bucket, evacuation: RecordedEvacuation) -> float:
-    """Time from the start of the evacuation to its deadline."""
+    """Time from the start of the evacuation to its deadline, which a late notice may have passed."""
     if evacuation.deadline_s is not None:
-        return evacuation.deadline_s
+        return max(0.0, evacuation.deadline_s)
     usual = (kind.grace_s for kind in _possible(read) if kind.source == evacuation.source)
     return min(usual, default=0.0)
 
