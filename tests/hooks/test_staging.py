@@ -142,7 +142,7 @@ def test_a_step_with_too_many_digits_fails_the_save(tmp_path: Path) -> None:
     """The daemon would neither commit nor delete the set: its name is not one of a set."""
     manifest = replace(MANIFEST, step=bounds.STEP_MAX + 1)
     with pytest.raises(ValueError, match="step is 1000000000000, not an integer"):
-        write_checkpoint(str(tmp_path), "n", manifest, lambda _: None, durable=False)
+        write_checkpoint(str(tmp_path), "n", manifest, lambda _: None)
     assert list(tmp_path.iterdir()) == []
 
 

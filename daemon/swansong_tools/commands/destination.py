@@ -6,10 +6,8 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from swansong_bucket.errors import StagingError
-from swansong_bucket.stores.base import bucket_and_prefix
 from swansongd.config.config import Config, directory_of, look_up
 
 from swansong_tools.commands.common import print_json
@@ -35,23 +33,6 @@ def resolved(directory: str, config: Config) -> Path:
                 hint="Choose a directory outside it",
             )
     return path
-
-
-def expect_outside_of_stores(url: str, config: Config, run: str) -> None:
-    """Check the bucket and prefix of ``--to``: a file below a run's prefix could stop all its restores.
-
-    A store without a prefix is a whole bucket, of which only the run is checked.
-
-    Raises:
-        StagingError: they lie in the store or in the mirror.
-    """
-    bucket, prefix = bucket_and_prefix(url)
-    for key, store in (("store.url", config.store.url), ("mirror.url", config.mirror.url)):
-        if not store or urlsplit(store).scheme != urlsplit(url).scheme:
-            continue
-        own_bucket, own_prefix = bucket_and_prefix(store)
-        if bucket == own_bucket and prefix.startswith(own_prefix or f"{run}/"):
-            raise StagingError(f"--to: {url} lies in {key} = {store}", hint="Choose another prefix")
 
 
 def link(destination: Path, path: Path, facts: dict[str, object], *, as_json: bool) -> None:

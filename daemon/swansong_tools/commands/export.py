@@ -33,7 +33,7 @@ from swansong_tools.commands.common import (
     print_json,
     step,
 )
-from swansong_tools.commands.destination import expect_outside_of_stores, resolved
+from swansong_tools.commands.destination import resolved
 from swansong_tools.commands.opening import Opened, opened, perhaps_mirror
 from swansong_tools.commands.plain_files import PlainFiles
 from swansong_tools.commands.progress import ProgressDisplay
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     to = plain_files.opened(args.to)
     with opened(args) as here:
         if to is not None:
-            expect_outside_of_stores(args.to, here.config, here.keys.run)
+            plain_files.expect_outside_of_stores(args.to, here.config, here.keys.run)
         mirror = perhaps_mirror(here)
         ref, manifests = _chosen(here, mirror, args.step, args.generation)
         shards = merged(manifests)

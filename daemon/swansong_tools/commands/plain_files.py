@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from swansong_bucket.errors import ConfigError, StoreError
+from swansong_bucket.errors import ConfigError, StagingError, StoreError
 from swansong_bucket.model import StoredShard
 from swansong_bucket.stores.base import bucket_and_prefix
 from swansong_bucket.transfer.restore import bytes_of
+from swansongd.config.config import Config
 
 _IDENTITY = "swansong-content"
 """Name of the metadata of an exported object."""
@@ -43,6 +44,23 @@ def opened(url: str) -> PlainFiles | None:
             [f"--to: {url!r:.100} is not s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or a directory"]
         )
     return opens(bucket, prefix)
+
+
+def expect_outside_of_stores(url: str, config: Config, run: str) -> None:
+    """Check the bucket and prefix of ``--to``: a file below a run's prefix could stop all its restores.
+
+    A store without a prefix is a whole bucket, of which only the run is checked.
+
+    Raises:
+        StagingError: they lie in the store or in the mirror.
+    """
+    bucket, prefix = bucket_and_prefix(url)
+    for key, store in (("store.url", config.store.url), ("mirror.url", config.mirror.url)):
+        if not store or urlsplit(store).scheme != urlsplit(url).scheme:
+            continue
+        own_bucket, own_prefix = bucket_and_prefix(store)
+        if bucket == own_bucket and prefix.startswith(own_prefix or f"{run}/"):
+            raise StagingError(f"--to: {url} lies in {key} = {store}", hint="Choose another prefix")
 
 
 def identity_of(shard: StoredShard) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from swansong_bucket.errors import StagingError
 from swansong_tools.commands import main
-from swansong_tools.commands.destination import expect_outside_of_stores
+from swansong_tools.commands.plain_files import expect_outside_of_stores
 from swansongd.config.config import load
 
 from testkit.committed import commit, configuration, file_store
