@@ -237,8 +237,8 @@ class FlushEngine:
             self._fail(flush, error.line(), error.kind, void=True)
             return False
         except SwansongError as error:
-            # The failure of a late attempt means nothing once another one has stored the chunk.
-            if not isinstance(task, StoreChunk) or any(map(flush.queue.wants, task.pieces)):
+            # Another attempt of the chunk may succeed, or has stored it.
+            if not isinstance(task, StoreChunk) or flush.queue.rests_on(task):
                 self._fail(flush, error.line(), error.kind, void=False)
         except Exception as error:  # a fault of the daemon must not end the worker
             _log.exception("flush_fault", flush_id=flush.flush_id)

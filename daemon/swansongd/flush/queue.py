@@ -100,8 +100,8 @@ class UploadQueue:
     """Hands out the chunks of one set, and keeps count of the stored bytes.
 
     The queue does no IO and takes no lock: the engine calls every method under its lock, except
-    :meth:`wants`.  A queue outlives the flushes of its set.  So a set that another one interrupted
-    resumes, and files that were sent while the set was still being written are not read again.
+    :meth:`wants` and :meth:`rests_on`.  A queue outlives the flushes of its set.  So a set that another one
+    interrupted resumes, and files that were sent while the set was still being written are not read again.
 
     When no chunk of a sealed set waits any more, one that is late is handed out once more: the answer of a
     store sometimes takes many times longer than usual.  The first attempt that succeeds counts, and the other
@@ -167,6 +167,14 @@ class UploadQueue:
     def wants(self, piece: Piece) -> bool:
         """Whether these bytes are still needed.  Callable without the lock."""
         return self._is_open and self._is_missing(piece)
+
+    def rests_on(self, task: StoreChunk) -> bool:
+        """Whether bytes are still needed that no other attempt sends.  Callable without the lock.
+
+        If two attempts fail at the same time, each may count the other one: :meth:`finish` queues the chunk.
+        """
+        is_alone = len(self._attempts.get(task.pieces, ())) < ATTEMPTS_MAX
+        return is_alone and any(map(self.wants, task.pieces))
 
     @property
     def in_flight(self) -> int:

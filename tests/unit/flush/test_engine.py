@@ -340,6 +340,30 @@ def test_a_late_attempt_that_fails_does_not_fail_the_flush(
     assert isinstance(flush.outcome(), Flushed)
 
 
+def test_an_attempt_that_fails_while_another_one_is_under_way_does_not_fail_the_flush(
+    flush: FlushRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other attempt of the chunk may succeed."""
+    monkeypatch.setattr(queue, "LATE_S_MIN", 0.1)
+    failed, attempts, late = threading.Event(), count(), noise(CHUNK, 9)
+    second = threading.Event()
+
+    def before(_: str, key: str) -> None:
+        if not is_named(key, late):
+            return
+        if not next(attempts):
+            assert second.wait(60)
+            failed.set()
+            raise Transient("too late")
+        second.set()
+        assert failed.wait(60)
+        until(lambda: flush.engine._idle, what="the first attempt to end")
+
+    flush.store.before = before
+    flush.started(staged_set(flush.run_directory, {"a": noise(5 * CHUNK), "b": late}))
+    assert isinstance(flush.outcome(), Flushed)
+
+
 # ---------------------------------------------------------------------- memory and descriptors
 
 
