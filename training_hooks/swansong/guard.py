@@ -46,7 +46,7 @@ RESTORE_ENV = "SWANSONG_RESTORE"
 """Environment variable with a directory to restore from.  It overrides the daemon."""
 FINISH_PATIENCE_S = 300.0
 """Longest wait of :meth:`Guard.finish` for the commit of the last state."""
-SIGNALS_APART_S = 1.0
+SIGNALS_APART_S = 3.0
 """Longest time from SIGTERM to the daemon's own signal; only then can the daemon know of no request."""
 LEAVE_PATIENCE_S = 10.0
 """Longest wait for earlier copies before a save without lost ranks; torchrun sends SIGKILL after 30 s."""
