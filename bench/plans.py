@@ -25,7 +25,7 @@ from pathlib import Path
 from swansong import protocol
 from swansong_bucket.errors import Unreachable
 from swansong_bucket.model import Verdict
-from swansong_tools.commands.client import DaemonClient
+from swansong_tools.commands.daemon_client import DaemonClient
 from swansongd.observe.status import DaemonStatus
 
 from bench.transfer.results import write_page

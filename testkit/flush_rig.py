@@ -19,9 +19,9 @@ from swansong_bucket.errors import Transient
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.model import CheckpointId, CheckpointKind, CommitRef, Staged
 from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
+from swansongd.flush.cutting import ChunkLayout
 from swansongd.flush.engine import FlushEngine
 from swansongd.flush.known import KnownChunks
-from swansongd.flush.layout import ChunkLayout
 from swansongd.staging import scan
 
 from testkit.committed import stored_bytes

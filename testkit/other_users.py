@@ -37,7 +37,7 @@ from pathlib import Path
 from swansong import layout, openat
 from swansong._checkpoint.staging import finish, remove_leftovers, write_checkpoint
 from swansong.layout import RankManifest
-from swansong.state import Bundle
+from swansong.rank_files import Bundle
 from testkit.fake_daemon import FakeDaemon
 from testkit.training_parts import Counter
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.runs import history
 from swansong_bucket.runs.run import Run
-from swansong_tools.report import facts, page
+from swansong_tools.report import page, run_report
 
 from testkit import REPOSITORY, past_run
 from testkit.memory_store import MemoryStore
@@ -28,7 +28,7 @@ def main() -> None:
     store = MemoryStore()
     past_run.write(store)
     found = history.read(Run.listed(store, RunKeys(past_run.RUN)))
-    made = facts.report(
+    made = run_report.report(
         found,
         run=past_run.RUN,
         store_url="s3://bucket/runs",

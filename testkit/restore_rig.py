@@ -14,8 +14,8 @@ from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.stores.base import ObjectStore
 from swansongd.core.events import Event
 from swansongd.core.state import State
+from swansongd.restore.answers import Resume
 from swansongd.restore.context import RestoreContext
-from swansongd.restore.resume import Resume
 from swansongd.staging.prepare import prepare
 
 from testkit.story import Story

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from swansong_bucket.errors import Unreachable
-from swansong_tools.commands.client import DaemonClient
+from swansong_tools.commands.daemon_client import DaemonClient
 from swansongd.observe.status import to_json
 
 from testkit import EXAMPLES

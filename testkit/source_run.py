@@ -10,7 +10,7 @@ import pytest
 import requests
 from swansong_bucket.model import Health, Notice, SourceStatus
 from swansongd.core.events import Event, NoticeRaised, NoticeWithdrawn, SourceChanged
-from swansongd.sources.base import Source
+from swansongd.sources.source import Source
 
 from testkit.waiting import until
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from swansong_bucket.model import CommitRef, GpuHealth, Health, Verdict
-from swansong_tools.commands.view.history import PollHistory
 from swansong_tools.commands.view.live import Canvas, Frame, view
 from swansong_tools.commands.view.poller import Poll
+from swansong_tools.commands.view.recent import PollHistory
 from swansongd.observe.status import (
     CommitStatus,
     DaemonStatus,

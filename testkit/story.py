@@ -62,9 +62,9 @@ from swansongd.core.events import (
 )
 from swansongd.core.state import Evacuation, Flight, Settings, StartState, State
 from swansongd.host import gpu_record
+from swansongd.observe.build_status import status_of
 from swansongd.observe.facts import Fact, Observed
 from swansongd.observe.observer import Observation
-from swansongd.observe.report import status_of
 from swansongd.observe.snapshot import Snapshot
 from swansongd.observe.status import DaemonStatus
 from swansongd.observe.tally import Tally

@@ -15,7 +15,7 @@ from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.format.manifest import Manifest
 from swansong_bucket.model import CheckpointKind, Chunk, CommitRef, Extent, StagedFile, StoredShard
 from swansongd.config.config import FlushConfig
-from swansongd.flush.layout import ChunkLayout, Pieces
+from swansongd.flush.cutting import ChunkLayout, Pieces
 
 from bench.transfer.contestants import BUCKET, CONTESTANTS, OURS, PREFIX, REFERENCE, RUN
 from bench.transfer.sink import (

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from swansong_tools.exporter import metrics as exporter
+from swansong_tools.exporter import run_metrics as exporter
 from swansongd.observe import daemon_families as daemon
 from swansongd.observe.families import Family
 

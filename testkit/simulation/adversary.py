@@ -47,7 +47,7 @@ from swansong_bucket.transfer.restore import restore
 from swansong_bucket.transfer.target import RestoreTarget
 from swansong_tools.upkeep.repair import repair, repair_manifests
 from swansong_tools.upkeep.verify import verify
-from swansongd.flush.layout import ChunkLayout
+from swansongd.flush.cutting import ChunkLayout
 from swansongd.service import storage
 from swansongd.trainers.peers import Peer
 

@@ -15,7 +15,7 @@ MUTANTS = (
     Mutant("swansong._ranks.rounds", "max(int(value) for value in steps) + 1",
            "min(int(value) for value in steps)"),
     Mutant("swansong._ranks.rendezvous", "nonce = secrets.token_hex(8)", 'nonce = f"{rank:016}"'),
-    Mutant("swansong._checkpoint.restore", "                if _named(found) != choice:",
+    Mutant("swansong._checkpoint.restore_query", "                if _named(found) != choice:",
            "                if False:"),
     Mutant("swansong_bucket.runs.commit", "        if found.is_complete:\n            ensure_found",
            "        if True:\n            ensure_found"),

@@ -31,7 +31,7 @@ from swansong._ranks import rendezvous
 from swansong._ranks.agreement import Ranks
 from swansong._ranks.rendezvous import Rendezvous
 from swansong.layout import RankManifest
-from swansong.state import Snapshots
+from swansong.rank_files import Snapshots
 from swansongd.trainers.peers import Peer
 
 from testkit.job_store import MemoryJobStore

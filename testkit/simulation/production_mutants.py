@@ -27,7 +27,7 @@ MUTANTS = (
            "                    continue"),
     Mutant("swansongd.flush.reading", "        done += count\n", "        done = len(window)\n"),
     Mutant("swansongd.flush.queue", "                self._left -= 1\n", "                self._left -= 2\n"),
-    Mutant("swansongd.restore.resume", "return self.start_id == start_id and is_there",
+    Mutant("swansongd.restore.answers", "return self.start_id == start_id and is_there",
            "return is_there"),
     Mutant("swansong_bucket.stores.file.io",
            "done += os.pwrite(fd, data[done:], offset + done)",
@@ -131,7 +131,7 @@ NOT_FOUND = (
     # The check before the next claim, and the check before each commit, refuse the same VM.
     Mutant("swansongd.flush.claimant", "            if is_of_boot:\n                raise\n", ""),
     # A trainer must ask in the instant before the restarted daemon has scanned staging.
-    Mutant("swansongd.restore.resume",
+    Mutant("swansongd.restore.answers",
            "        state = self._scanned()\n        store = self._store()\n        refusal",
            "        state = self._state()\n        store = self._store()\n        refusal"),
     # A restarted trainer on an overtaken VM must still have a sealed set in staging.

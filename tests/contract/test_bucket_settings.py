@@ -19,7 +19,7 @@ from swansong_tools.doctor import bucket_policy as bucket
 from swansong_tools.doctor import store as of_store
 from swansong_tools.doctor.findings import Judgement, Level
 from swansong_tools.doctor.installation import Installation, own_account
-from swansong_tools.upkeep import lifecycle
+from swansong_tools.upkeep import lifecycle_rules
 from swansongd.config.config import Config, parse
 
 from testkit import REPOSITORY
@@ -110,7 +110,7 @@ def test_a_role_that_cannot_lock_is_a_failure(s3: Place) -> None:
 @pytest.mark.fault("K11")
 def test_a_rule_that_deletes_checkpoints_by_age_is_a_failure(s3: Place) -> None:
     """The rule is named; it counts although other rules fit."""
-    rules = [*lifecycle.for_s3(KEYS, "p/")["Rules"], EXPIRES]
+    rules = [*lifecycle_rules.for_s3(KEYS, "p/")["Rules"], EXPIRES]
     s3.client.put_bucket_lifecycle_configuration(
         Bucket=s3.name, LifecycleConfiguration={"Rules": rules}
     )
@@ -141,7 +141,7 @@ def test_settings_of_a_foreign_s3_are_read(open_cloud: Callable[[str], Cloud]) -
 def test_a_damaged_setting_is_unknown(s3: Place, how: str) -> None:
     """boto3 alone reads an empty document, or the page of a proxy, as a bucket without rules."""
     place = Place(s3.cloud, lock=1)
-    rules = lifecycle.for_s3(KEYS, "p/")
+    rules = lifecycle_rules.for_s3(KEYS, "p/")
     place.client.put_bucket_lifecycle_configuration(Bucket=place.name, LifecycleConfiguration=rules)
     policy = json.dumps(bucket.added(None, place.name, KEYS, "p/"))
     place.client.put_bucket_policy(Bucket=place.name, Policy=policy)
@@ -180,8 +180,8 @@ def test_gcs_settings(open_cloud: Callable[[str], Cloud]) -> None:
     assert list(bare.levels(lock_days=30).values()) == ["ok", "warning", "failure", "warning"]
     cloud.order("role", delete=0)
     whole = Place(cloud, retention=1, versioning=1)
-    for old_class in lifecycle.GCS_CLASSES:
-        set_rules(whole, lifecycle.for_gcs(KEYS, "p/", old_class))
+    for old_class in lifecycle_rules.GCS_CLASSES:
+        set_rules(whole, lifecycle_rules.for_gcs(KEYS, "p/", old_class))
         assert set(whole.levels(lock_days=30).values()) == {Level.OK}
     expires = {"action": {"type": "Delete"}, "condition": {"age": 30}}
     set_rules(whole, {"rule": [expires]})
@@ -246,7 +246,7 @@ def test_swansong_lifecycle_prints_rules_and_warns(
 def test_our_own_rules_harm_nothing() -> None:
     """They delete rehearsals only."""
     own = [LifecycleRule(name="probes", prefixes=("p/run/probes/",), deletes=True)]
-    assert lifecycle.harmful(own, KEYS, "p/") == []
+    assert lifecycle_rules.harmful(own, KEYS, "p/") == []
 
 
 @pytest.mark.fault("K11")
@@ -256,11 +256,11 @@ def test_our_own_rules_harm_nothing() -> None:
 def test_a_rule_harms_by_any_overlap(prefix: str) -> None:
     """Also one of a part of the run, or of a longer prefix in which the run lies."""
     rule = LifecycleRule(name="x", prefixes=("elsewhere/", prefix), deletes=True)
-    assert len(lifecycle.harmful([rule], KEYS, "p/")) == 1
+    assert len(lifecycle_rules.harmful([rule], KEYS, "p/")) == 1
     moves = LifecycleRule(name="x", prefixes=(prefix,), storage_classes=("STANDARD_IA", "GLACIER"))
-    assert len(lifecycle.harmful([moves], KEYS, "p/")) == 1
+    assert len(lifecycle_rules.harmful([moves], KEYS, "p/")) == 1
     near = LifecycleRule(name="x", prefixes=(prefix,), storage_classes=("STANDARD_IA",))
-    assert lifecycle.harmful([near], KEYS, "p/") == []
+    assert lifecycle_rules.harmful([near], KEYS, "p/") == []
 
 
 # ---------------------------------------------------------------- policies

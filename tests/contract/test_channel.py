@@ -15,7 +15,7 @@ import pytest
 from swansong import protocol
 from swansong_bucket.errors import ConfigError, SwansongError, Unreachable
 from swansong_bucket.model import UNKNOWN_PARENT, Parent
-from swansong_tools.commands.client import DaemonClient
+from swansong_tools.commands.daemon_client import DaemonClient
 from swansongd.core.events import (
     RequestAsked,
     StartBegun,

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 from swansong_bucket.errors import Permanent
 from swansong_bucket.model import CommitRef
-from swansong_tools.exporter.health import ReadHealth, ReadOnly
-from swansong_tools.exporter.reader import StoreReader
+from swansong_tools.exporter.own_health import ReadHealth, ReadOnly
+from swansong_tools.exporter.readings import StoreReader
 
 from testkit.lost_vms import BEGUN_S, KEYS, a_run
 from testkit.store_backends import Cloud

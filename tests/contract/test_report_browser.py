@@ -18,7 +18,7 @@ import pytest
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.runs import history
 from swansong_bucket.runs.run import Run
-from swansong_tools.report import facts, page
+from swansong_tools.report import page, run_report
 
 from testkit import past_run
 from testkit.memory_store import MemoryStore
@@ -87,7 +87,7 @@ def site() -> Iterator[Site]:
     store = MemoryStore()
     past_run.write(store)
     served.report = page.html(
-        facts.report(
+        run_report.report(
             history.read(Run.listed(store, RunKeys(past_run.RUN))),
             run=f'"><img src={served.url}/leak onerror=fetch("/ran")><script>fetch("/ran")</script>',
             store_url=f"s3://bucket/<iframe src={served.url}/frame>",

@@ -14,9 +14,9 @@ from datetime import UTC, datetime
 import pytest
 from swansong_bucket.model import DeadlineQuality, Health, Severity
 from swansongd.sources.aws import SPOT_PATH, TOKEN_PATH, AwsSpotSource, Imds
-from swansongd.sources.base import Clocks
 from swansongd.sources.metadata import MetadataClient, MetadataUnavailable
 from swansongd.sources.polled import PollOptions
+from swansongd.sources.source import Clocks
 
 from testkit.emulators.process import EmulatorProcess
 from testkit.forked import forked

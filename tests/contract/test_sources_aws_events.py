@@ -23,9 +23,9 @@ from swansongd.sources.aws_events import (
     AwsRebalanceSource,
     AwsScheduledSource,
 )
-from swansongd.sources.base import Clocks
-from swansongd.sources.opening import open_sources
 from swansongd.sources.polled import PollOptions
+from swansongd.sources.selection import open_sources
+from swansongd.sources.source import Clocks
 
 from testkit.emulators.aws_imds import ASG_KEY, HISTORY_KEY, META_DATA, event_date
 from testkit.emulators.process import EmulatorProcess

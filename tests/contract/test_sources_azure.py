@@ -15,8 +15,8 @@ from swansongd.sources.azure import (
     AzureScheduledSource,
     AzureSource,
 )
-from swansongd.sources.base import Clocks
 from swansongd.sources.polled import PollOptions
+from swansongd.sources.source import Clocks
 
 from testkit.emulators.azure_imds import VM_NAME
 from testkit.emulators.process import EmulatorProcess

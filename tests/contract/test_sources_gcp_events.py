@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from swansong_bucket.model import DeadlineQuality, Health, Notice, Severity
-from swansongd.sources.base import Clocks
 from swansongd.sources.gcp import GcpOptions, GcpPreemptedSource, GcpSource
 from swansongd.sources.gcp_events import GcpMaintenanceSource, GcpStopSource, GcpUpcomingSource
+from swansongd.sources.source import Clocks
 
 from testkit.emulators.process import EmulatorProcess
 from testkit.source_run import SourceRun, asked, control, set_proxies, woken

@@ -18,7 +18,7 @@ from swansongd.config.config import DeadlineConfig, SourcesConfig
 from swansongd.core.events import GpusRead
 from swansongd.sources import detect, gpu
 from swansongd.sources.gpu import GpuSource
-from swansongd.sources.opening import open_sources
+from swansongd.sources.selection import open_sources
 
 from testkit.fake_nvml import FakeNvml, has_compiler
 from testkit.source_run import SourceRun

@@ -28,9 +28,9 @@ from swansong_bucket.transfer.restore import Selection, restore
 from swansong_bucket.transfer.target import RestoreTarget
 from swansong_tools.upkeep.verify import verify
 from swansongd.core.events import Event, Flushed, FlushFailed
+from swansongd.flush.cutting import ChunkLayout
 from swansongd.flush.engine import FlushEngine
 from swansongd.flush.known import KnownChunks
-from swansongd.flush.layout import ChunkLayout
 from swansongd.staging import scan
 
 from testkit.committed import manifest_of, tree

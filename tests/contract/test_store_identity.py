@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from swansong_bucket.errors import Permanent, Transient
 from swansong_bucket.stores.base import Body
-from swansong_bucket.stores.file import mounts
+from swansong_bucket.stores.file import mount_points
 from swansong_bucket.stores.file.io import classified
-from swansong_bucket.stores.file.mounts import Mount
+from swansong_bucket.stores.file.mount_points import Mount
 from swansong_bucket.stores.file.store import FileStore
 from swansong_bucket.stores.file.tree import MARKER
+from swansong_tools.commands.bucket_command import opened
 from swansong_tools.commands.main import parser
-from swansong_tools.commands.opening import opened
 from swansong_tools.doctor import store as of_store
 from swansong_tools.doctor.findings import Judgement, Level
 from swansong_tools.doctor.installation import Installation, daemon_account
@@ -59,8 +59,8 @@ def refused(store: FileStore, root: Path, problem: str) -> str:
 def fstab(monkeypatch: pytest.MonkeyPatch, directory: Path, *lines: str) -> None:
     path = directory / "fstab"
     path.write_text("# <file system> <mount point> <type>\n" + "\n".join(lines) + "\n")
-    monkeypatch.setattr(mounts, "FSTAB", path)
-    monkeypatch.setattr(mounts, "UNITS", (directory / "units",))
+    monkeypatch.setattr(mount_points, "FSTAB", path)
+    monkeypatch.setattr(mount_points, "UNITS", (directory / "units",))
 
 
 @pytest.mark.fault("O25")
@@ -202,7 +202,7 @@ def test_a_bare_mount_point_is_not_a_new_store(
     (root / "run" / "generations" / "00000001.json").write_bytes(b"{}")
     refused(store, root, "nothing is mounted at")
 
-    monkeypatch.setattr(mounts, "is_mounted", lambda *_: True)
+    monkeypatch.setattr(mount_points, "is_mounted", lambda *_: True)
     store.check()
     assert [info.key for info in store.list("")] == ["run/generations/00000001.json"]
     monkeypatch.undo()
@@ -221,7 +221,7 @@ def test_a_mount_during_a_call(root: Path, tmp_path: Path, monkeypatch: pytest.M
             os.rename(root, bare)
             root.mkdir()
 
-    monkeypatch.setattr(mounts, "missing_mount", mounted_now)
+    monkeypatch.setattr(mount_points, "missing_mount", mounted_now)
     store = FileStore(root.as_uri())
     with pytest.raises(Transient):
         store.put("run/one", b"1")
@@ -279,7 +279,7 @@ BASE = Mount(20, 1, "8:1", "/", "/", "ext4")
 )  # fmt: skip
 def test_what_counts_as_mounted(there: list[Mount], is_mounted: bool) -> None:
     """ReadWritePaths= binds a bare directory to itself, which is not a file system."""
-    assert mounts.is_mounted("/srv/ckpt", [BASE, *there]) is is_mounted
+    assert mount_points.is_mounted("/srv/ckpt", [BASE, *there]) is is_mounted
 
 
 @pytest.mark.fault("S4", "S7")

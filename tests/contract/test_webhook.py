@@ -19,13 +19,13 @@ import pytest
 import structlog
 from swansongd.config.notify import NotifyConfig
 from swansongd.core.events import NoticeRaised
-from swansongd.notifications import command, delivery
-from swansongd.notifications.command import Command, environment, run_bounded
+from swansongd.notifications import delivery, exec_command
 from swansongd.notifications.delivery import Deliverer, HttpRequest, NotDelivered
+from swansongd.notifications.exec_command import Command, environment, run_bounded
 from swansongd.notifications.heartbeat import Heartbeat
 from swansongd.notifications.heartbeat import request_for as heartbeat_request
 from swansongd.notifications.notifier import Notifier
-from swansongd.notifications.record import SentNotifications
+from swansongd.notifications.sent import SentNotifications
 from swansongd.notifications.webhook import Webhook
 from swansongd.notifications.webhook import request_for as webhook_request
 from swansongd.observe.notifications import Notification, NotificationKind, Origin, fields, sample
@@ -476,7 +476,7 @@ def test_an_unexpected_error_leaves_no_process_and_the_next_command_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "pid"
-    has_ended = command._has_ended
+    has_ended = exec_command._has_ended
     seen: list[int] = []
 
     def fails_once(pid: int) -> bool:
@@ -485,7 +485,7 @@ def test_an_unexpected_error_leaves_no_process_and_the_next_command_runs(
             raise ValueError
         return has_ended(pid)
 
-    monkeypatch.setattr(command, "_has_ended", fails_once)
+    monkeypatch.setattr(exec_command, "_has_ended", fails_once)
     made = Command(NotifyConfig(exec=("/bin/sh", "-c", f"echo >{file}")), ORIGIN, record())
     made.put(notice("a"))
     made.put(notice("b"))
@@ -500,7 +500,7 @@ def test_an_unexpected_error_leaves_no_process_and_the_next_command_runs(
 def test_a_process_that_cannot_be_killed_holds_the_thread_for_a_bounded_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(command, "_REAP_S", 0.05)
+    monkeypatch.setattr(exec_command, "_REAP_S", 0.05)
     with monkeypatch.context() as patched:
         patched.setattr(os, "killpg", lambda *_: None)
         assert run("/bin/sleep", "5", timeout_s=0.1).seconds < 4

@@ -22,7 +22,6 @@ from swansongd.sources.aws_events import (
     parse_rebalance,
 )
 from swansongd.sources.azure import AzureDeletionSource, AzureScheduledSource
-from swansongd.sources.base import Clocks
 from swansongd.sources.gcp import GcpOptions, GcpPreemptedSource, GcpSource, KeyWatch, WatchResult
 from swansongd.sources.gcp_events import (
     GcpMaintenanceSource,
@@ -33,6 +32,7 @@ from swansongd.sources.gcp_events import (
 )
 from swansongd.sources.metadata import MetadataResponse, MetadataUnavailable, shortened
 from swansongd.sources.polled import ClockReading, PolledSource, PollOptions
+from swansongd.sources.source import Clocks
 
 GRACE_S = 25.0
 ASKED = ClockReading(1000.0, 1_700_000_000.0)

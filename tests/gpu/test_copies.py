@@ -14,7 +14,7 @@ import torch
 from swansong._torch import arena, host_memory
 from swansong._torch.host_memory import HostMemory
 from swansong.protocol import Failed
-from swansong.state import set_generators, take_generators
+from swansong.rank_files import set_generators, take_generators
 from swansong.torch import TrainingState, load_weights
 from torch import nn
 

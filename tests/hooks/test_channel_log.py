@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import swansong
 from swansong import protocol
-from swansong._daemon import channel as channels
-from swansong._daemon.channel import Channel
+from swansong._daemon import daemon_channel as channels
+from swansong._daemon.daemon_channel import Channel
 
 from testkit.waiting import Clock
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from swansong._differences import Difference, find_differences, likely_cause
-from swansong.state import Bundle
+from swansong.rank_files import Bundle
 from swansong.torch import ResumableLoader, TrainingState, seed_all
 from torch.utils.data import DataLoader
 

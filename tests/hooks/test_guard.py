@@ -15,11 +15,11 @@ from types import SimpleNamespace
 
 import pytest
 import swansong
-from swansong._checkpoint import restore
-from swansong._checkpoint.health import LossMonitor
+from swansong._checkpoint import restore_query
 from swansong._checkpoint.saver import SaveCost
-from swansong._daemon.channel import TICK_S, WATCHFUL_TICK_S
-from swansong._daemon.progress import Reporter
+from swansong._checkpoint.training_health import LossMonitor
+from swansong._daemon.daemon_channel import TICK_S, WATCHFUL_TICK_S
+from swansong._daemon.progress_reports import Reporter
 from swansong._ranks import agreement
 from swansong._ranks.agreement import Agreement
 from swansong.layout import RankManifest
@@ -42,7 +42,7 @@ from swansong.protocol import (
     Target,
     Withdrawn,
 )
-from swansong.state import load_tree
+from swansong.rank_files import load_tree
 
 from testkit.fake_daemon import FakeDaemon
 from testkit.training_parts import Attach, Counter, set_rank, start_of
@@ -154,7 +154,9 @@ def test_a_forbidden_socket_is_explained(
         raise PermissionError(13, "Permission denied")
 
     # No mode stops root, as whom the tests may run.
-    monkeypatch.setattr("swansong._daemon.channel.socket.socket.connect", refuse, raising=False)
+    monkeypatch.setattr(
+        "swansong._daemon.daemon_channel.socket.socket.connect", refuse, raising=False
+    )
     guard = attach({"counter": counter})
     assert guard.restore() == 0
     assert "trainer.sock" in caplog.text
@@ -710,17 +712,17 @@ def test_restore_waits_while_there_is_progress(
 ) -> None:
     """A restore waits for a long download and for another VM; a stalled one is an error, not a fresh run."""
     clock_s = [0.0]
-    monkeypatch.setattr(restore, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
+    monkeypatch.setattr(restore_query, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
     guard = attach({"counter": counter})
     client = guard._session.restore
 
     def download(query_id: str) -> None:
         for done in range(8):
-            clock_s[0] += 0.9 * restore.PATIENCE_S
+            clock_s[0] += 0.9 * restore_query.PATIENCE_S
             daemon.send(Restoring(query_id, done, 8))
             until(lambda: client._progress_mono_s == clock_s[0])
         for _ in range(3):  # nothing is fetched meanwhile
-            clock_s[0] += 0.9 * restore.PATIENCE_S
+            clock_s[0] += 0.9 * restore_query.PATIENCE_S
             daemon.send(Restoring(query_id, 0, 0, waits_for="another VM"))
             until(lambda: client._progress_mono_s == clock_s[0])
         daemon.send(Restored(query_id))
@@ -733,7 +735,7 @@ def test_restore_waits_while_there_is_progress(
 
     def hang(query_id: str) -> None:
         while not stop.wait(0.01):
-            clock_s[0] += 0.1 * restore.PATIENCE_S
+            clock_s[0] += 0.1 * restore_query.PATIENCE_S
             daemon.send(Restoring(query_id, 3, 8))
 
     hanging: list[threading.Thread] = []

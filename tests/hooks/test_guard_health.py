@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import swansong
-from swansong._checkpoint.health import LossMonitor
 from swansong._checkpoint.saver import SaveCost
-from swansong._daemon import progress
-from swansong._daemon.progress import PauseWatch, Reporter
+from swansong._checkpoint.training_health import LossMonitor
+from swansong._daemon import progress_reports
+from swansong._daemon.progress_reports import PauseWatch, Reporter
 from swansong.layout import RankManifest
 from swansong.protocol import (
     Accepted,
@@ -100,7 +100,7 @@ def test_a_report_contains_whether_the_loss_is_finite(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A finite loss is included, a tensor is not read, and a poll alone causes a report."""
-    monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(progress_reports, "INTERVAL_S", 0.0)
     said: list[Message] = []
     health = LossMonitor()
     reporter = Reporter(said.append, start_of(), health, SaveCost())
@@ -128,7 +128,7 @@ def test_an_odd_loss_does_not_cost_the_connection(
     monkeypatch: pytest.MonkeyPatch, loss: float, sent: float | None, is_finite: bool
 ) -> None:
     """The daemon can decode the report with any plain number as the loss."""
-    monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(progress_reports, "INTERVAL_S", 0.0)
     said: list[Message] = []
     odd = SaveCost(save_s=math.nan, snapshot_s=-1.0, size_bytes=-5)
     health = LossMonitor()

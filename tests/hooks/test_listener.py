@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import swansong
-from swansong._daemon import channel
+from swansong._daemon import daemon_channel
 
 from testkit.fake_daemon import FakeDaemon
 from testkit.other_users import (
@@ -63,13 +63,13 @@ def test_a_listener_of_another_user_gets_no_message_and_is_ignored(
 ) -> None:
     """Training continues without checkpoints, and one log line has the user and the fix."""
     path, attempts = outsider.shown(), []
-    check = channel.check_listener
+    check = daemon_channel.check_listener
 
     def counted(*arguments: Any) -> int:
         attempts.append(arguments)
         return check(*arguments)
 
-    monkeypatch.setattr(channel, "check_listener", counted)
+    monkeypatch.setattr(daemon_channel, "check_listener", counted)
     with swansong.attach({"counter": counter}, socket=path) as guard:
         assert guard.restore() == 0
         assert counter.value == 0

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from swansong.state import load_tree, save_tree
+from swansong.rank_files import load_tree, save_tree
 from swansong.torch import TrainingState
 from torch import nn
 

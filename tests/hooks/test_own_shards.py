@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 from swansong._checkpoint.load import RestoreError, load_checkpoint
-from swansong._checkpoint.restore import RestoreClient
+from swansong._checkpoint.restore_query import RestoreClient
 from swansong._ranks.agreement import Ranks
 from swansong._ranks.choice import Choice, Outcome, RestoreChoice
 from swansong._torch.sharding import writers

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from swansong._daemon import channel
+from swansong._daemon import daemon_channel
 from swansong.protocol import Accepted, Bye, Hello, Sealed
 
 from testkit.fake_daemon import FakeDaemon
@@ -88,7 +88,7 @@ def test_no_process_of_the_script_inherits_a_checkpoint() -> None:
     daemon, hooks = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with daemon, hooks, open(os.devnull, "rb") as shard:
         socket.send_fds(daemon, [b"shard"], [shard.fileno()])
-        data, fd = channel._receive(hooks)
+        data, fd = daemon_channel._receive(hooks)
         with open(fd, "rb"):
             assert data == b"shard"
             assert not os.get_inheritable(fd)

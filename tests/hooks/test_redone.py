@@ -13,7 +13,7 @@ from swansong._checkpoint import redone
 from swansong._checkpoint.redone import RedoneSteps, compare, parsed
 from swansong._torch import digests
 from swansong.protocol import Compared, Digested, Message, Redone, RedoneQuery
-from swansong.state import Snapshots
+from swansong.rank_files import Snapshots
 
 STEP = {
     "batch.loader": "aa",

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from swansong.state import decode_tree, encode_tree, set_generators, take_generators
+from swansong.rank_files import decode_tree, encode_tree, set_generators, take_generators
 from swansong.torch import ResumableLoader, TrainingState, seed_all
 from torch.utils.data import (
     BatchSampler,

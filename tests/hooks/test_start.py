@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import pytest
 import swansong
-from swansong._checkpoint import restore
+from swansong._checkpoint import restore_query
 from swansong._daemon import session
 from swansong._ranks.agreement import Ranks
 from swansong._ranks.rendezvous import Rendezvous
@@ -117,7 +117,7 @@ def test_a_rank_without_rank_0_does_not_train(
     daemon: FakeDaemon, rank: AttachRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """restore() fails with the fix, a request is declined, and nothing is saved."""
-    monkeypatch.setattr(restore, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(restore_query, "PATIENCE_S", 0.1)
     guard = rank(1)
     daemon.wait_connected()
     with pytest.raises(
@@ -140,7 +140,7 @@ def test_a_refused_rank_does_not_wait_for_rank_0(
     daemon: FakeDaemon, rank: AttachRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error has the reason of the daemon."""
-    monkeypatch.setattr(restore, "PATIENCE_S", 1000.0)
+    monkeypatch.setattr(restore_query, "PATIENCE_S", 1000.0)
     guard = rank(1)
     errors: list[str] = []
 

@@ -19,7 +19,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from swansong.state import (
+from swansong.rank_files import (
     GENERATORS,
     INDEX,
     Bundle,
@@ -242,7 +242,7 @@ def test_objects_of_pytorch_become_a_training_state(tmp_path: Path) -> None:
 def test_numpy_is_not_imported_for_a_state_without_arrays(tmp_path: Path) -> None:
     """The hooks need the standard library only, and save and load without numpy."""
     code = (
-        "import sys, swansong\nfrom swansong.state import Bundle\n"
+        "import sys, swansong\nfrom swansong.rank_files import Bundle\n"
         "class C:\n state_dict = lambda self: {'x': (1, 2.5)}\n"
         " load_state_dict = lambda self, s: s['x'] == (1, 2.5) or sys.exit('wrong')\n"
         f"b = Bundle({{'c': C()}}); b.save({str(tmp_path)!r}); b.load({str(tmp_path)!r})\n"

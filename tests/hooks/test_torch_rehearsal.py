@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from swansong._torch.changes import count_of
+from swansong._torch.change_counts import count_of
 from swansong._torch.order import STEPS_MAX
 from swansong.torch import ResumableLoader, TrainingState
 from torch import nn

@@ -19,8 +19,8 @@ import pytest
 import swansong
 import torch
 import torch.distributed as dist
-from swansong._checkpoint.health import health_of
 from swansong._checkpoint.load import RestoreError
+from swansong._checkpoint.training_health import health_of
 from swansong._ranks.agreement import Ranks
 from swansong._torch import arena, loader
 from swansong._torch.arena import Arena

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from swansong_bucket.errors import ConfigError
-from swansong_tools.exporter import reader
+from swansong_tools.exporter import readings
 
 from testkit import REPOSITORY
 from testkit.reference.alerts import RULES
@@ -124,7 +124,7 @@ def test_the_exporter_reads_an_idle_run_twice_while_an_alert_looks_back(name: st
         ALERTS[name]["expr"],
     )
     assert window
-    assert int(window[1]) >= 2 * reader.IDLE_S_MAX
+    assert int(window[1]) >= 2 * readings.IDLE_S_MAX
 
 
 def test_the_texts_of_the_alerts_are_plain_english() -> None:

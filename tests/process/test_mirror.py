@@ -20,7 +20,7 @@ from testkit.waiting import until
 EXIT_FENCED = 14
 EXIT_STORE = 16
 SOON = {
-    "swansong_tools.commands.opening._CALL_BUDGET_WITH_MIRROR_S": 2.0,
+    "swansong_tools.commands.bucket_command._CALL_BUDGET_WITH_MIRROR_S": 2.0,
     "swansongd.flush.mirroring.CALL_BUDGET_S": 2.0,
 }
 """A command waits 10 s for a store that has a mirror, a copy 20 s for the mirror, without these constants."""

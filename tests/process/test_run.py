@@ -18,7 +18,7 @@ import swansong
 from swansong_bucket.errors import Unreachable
 from swansong_bucket.model import Verdict
 from swansong_tools.commands import main, run
-from swansong_tools.commands.client import DaemonClient
+from swansong_tools.commands.daemon_client import DaemonClient
 from swansong_tools.commands.notify import EXIT_BY_VERDICT
 from swansong_tools.commands.run_supervisor import EXIT_SAVED
 from swansongd.observe.status import DaemonStatus
@@ -62,7 +62,7 @@ sys.exit(1 if "torchrun" in sys.argv else swansong.EXIT_SAVED)
 
 SOON = {
     "swansong_tools.commands.run_supervisor._HANG_LIMIT_S": 1.0,
-    "swansong_tools.commands.client.TIMEOUT_S": 1.0,
+    "swansong_tools.commands.daemon_client.TIMEOUT_S": 1.0,
 }
 """Limits for a daemon that hangs."""
 SELDOM = {"swansong_tools.commands.run_supervisor._LOOK_S": 600.0}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from swansong import layout
-from swansong.state import GENERATORS, decode_tree
+from swansong.rank_files import GENERATORS, decode_tree
 
 Kind = Literal["files", "loader", "generator", "value", "tensor"]
 KINDS: tuple[Kind, ...] = ("files", "loader", "generator", "value", "tensor")

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import swansong
-from swansong.state import RandomSource
+from swansong.rank_files import RandomSource
 from swansong.torch import TrainingState
 
 try:

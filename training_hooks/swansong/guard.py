@@ -23,12 +23,16 @@ from types import TracebackType
 from typing import Any
 
 from swansong._checkpoint.first_check import check_command
-from swansong._checkpoint.health import MIN, SPIKE, LossMonitor
 from swansong._checkpoint.load import RestoreError, load_checkpoint
 from swansong._checkpoint.saver import CLOSE_PATIENCE_S, Saver
-from swansong._checkpoint.survivors import Divisible, agree_to_wait, save_without_lost_ranks
-from swansong._daemon.channel import HAS_DAEMON, TICK_S, WATCHFUL_TICK_S, socket_path
-from swansong._daemon.progress import PauseWatch, Reporter
+from swansong._checkpoint.survivor_checkpoint import (
+    Divisible,
+    agree_to_wait,
+    save_without_lost_ranks,
+)
+from swansong._checkpoint.training_health import MIN, SPIKE, LossMonitor
+from swansong._daemon.daemon_channel import HAS_DAEMON, TICK_S, WATCHFUL_TICK_S, socket_path
+from swansong._daemon.progress_reports import PauseWatch, Reporter
 from swansong._daemon.session import DaemonSession, GuardOptions
 from swansong._log import log
 from swansong._ranks.agreement import Due, Ranks, SaveRequest
@@ -40,7 +44,7 @@ from swansong._ranks.survivors import is_loss_of_a_peer
 from swansong._ranks.termination import END_LIMIT_S, Termination
 from swansong.layout import RankManifest
 from swansong.protocol import Committed, Restored
-from swansong.state import Snapshots, holding_generators, state_of
+from swansong.rank_files import Snapshots, holding_generators, state_of
 
 RESTORE_ENV = "SWANSONG_RESTORE"
 """Environment variable with a directory to restore from.  It overrides the daemon."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import swansong
 from swansong._lightning import pl
-from swansong._lightning.state import LightningState
+from swansong._lightning.trainer_state import LightningState
 from swansong._log import log
 
 __all__ = ["SwansongCallback"]

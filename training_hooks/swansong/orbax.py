@@ -35,7 +35,7 @@ import jax
 
 import swansong
 from swansong._log import log
-from swansong.state import Snapshots
+from swansong.rank_files import Snapshots
 
 __all__ = ["SavePolicy"]
 

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from swansong._checkpoint.survivors import Divisible
+from swansong._checkpoint.survivor_checkpoint import Divisible
 from swansong._log import log
 from swansong._ranks.agreement import Ranks
 from swansong._torch.arena import Arenas, TensorPiece, check_headers
@@ -76,7 +76,7 @@ from swansong._torch.sharding import is_sharded, writers
 from swansong._torch.structure import ScriptWatch
 from swansong.fields import PREFIXES_MAX
 from swansong.layout import rank_directory
-from swansong.state import (
+from swansong.rank_files import (
     by_name,
     check_names,
     decode_tree,

@@ -39,7 +39,7 @@ import swansong
 from swansong._checkpoint.redone import digests_of_generators
 from swansong._log import log
 from swansong._torch.parts import JointDirectory
-from swansong.state import set_generators, take_generators
+from swansong.rank_files import set_generators, take_generators
 
 __all__ = ["SwansongCallback"]
 

@@ -29,9 +29,9 @@ from swansong_bucket.transfer.restore import restore
 from swansong_bucket.transfer.target import RestoreTarget
 from swansongd.config.config import FlushConfig
 from swansongd.core.events import Event, Flushed, FlushFailed
+from swansongd.flush.cutting import ChunkLayout
 from swansongd.flush.engine import FlushEngine
 from swansongd.flush.known import KnownChunks
-from swansongd.flush.layout import ChunkLayout
 
 
 def staged_set(job: Job, number: int) -> Staged:

@@ -10,7 +10,7 @@ It may crash at any request, run twice at once, and run beside a flush.  The ord
    older than any flush can last.
 
 An object that a deleted manifest named belongs to no flush, because writers reference only objects of commits
-that stay: see :mod:`swansong_bucket.retention.retention`.  After a crash between 2 and 4 such objects wait
+that stay: see :mod:`swansong_bucket.retention.rules`.  After a crash between 2 and 4 such objects wait
 until they are old.
 """
 
@@ -28,7 +28,7 @@ from swansong_bucket.errors import Changed, Locked
 from swansong_bucket.format import wall
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.model import CommitRef
-from swansong_bucket.retention.retention import CommitFacts, CommitKey, reasons_to_keep
+from swansong_bucket.retention.rules import CommitFacts, CommitKey, reasons_to_keep
 from swansong_bucket.retention.survey import Progress, ReadCommit, Survey, read_commits, survey
 from swansong_bucket.runs.pins import Pins
 from swansong_bucket.stores.base import DELETED_MAX, ObjectInfo, ObjectStore

@@ -19,7 +19,7 @@ from swansong_bucket.errors import CorruptError, MissingError, Transient
 from swansong_bucket.format.keys import UNSIGNED, RunKeys
 from swansong_bucket.format.manifest import Manifest
 from swansong_bucket.model import Chunk, merged_health
-from swansong_bucket.retention.retention import CommitFacts, CommitKey
+from swansong_bucket.retention.rules import CommitFacts, CommitKey
 from swansong_bucket.runs import catalog
 from swansong_bucket.runs.catalog import Commit
 from swansong_bucket.runs.pins import Pins, StoredPin

@@ -9,9 +9,9 @@ from typing import Any
 
 from swansong_tools.commands import advise_text
 from swansong_tools.commands.assumed import Subject, add_assumed, assumed, is_assumed
+from swansong_tools.commands.bucket_command import opened
 from swansong_tools.commands.common import add_json, add_run, print_json, rounded
 from swansong_tools.commands.measured import measured
-from swansong_tools.commands.opening import opened
 from swansong_tools.commands.prices import add_prices, prices_of
 from swansong_tools.economics.advice import Advice, advise
 from swansong_tools.economics.bill import Bill, bill

@@ -17,8 +17,8 @@ from swansong_bucket.util.printable import printable
 from swansongd.config.config import load
 from swansongd.observe import log
 
-from swansong_tools.commands.client import DaemonClient
 from swansong_tools.commands.common import add_flag, add_json, print_json
+from swansong_tools.commands.daemon_client import DaemonClient
 from swansong_tools.commands.jobs import other_jobs
 from swansong_tools.commands.terminal import console
 from swansong_tools.doctor.checks import check

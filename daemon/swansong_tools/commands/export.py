@@ -24,6 +24,7 @@ from swansong_bucket.transfer.restore import fetch, manifests_of, merged, nothin
 from swansong_bucket.transfer.target import RestoreTarget
 
 from swansong_tools.commands import plain_files
+from swansong_tools.commands.bucket_command import Opened, opened, perhaps_mirror
 from swansong_tools.commands.common import (
     add_generation,
     add_output,
@@ -34,7 +35,6 @@ from swansong_tools.commands.common import (
     step,
 )
 from swansong_tools.commands.destination import resolved
-from swansong_tools.commands.opening import Opened, opened, perhaps_mirror
 from swansong_tools.commands.plain_files import PlainFiles
 from swansong_tools.commands.progress import ProgressDisplay
 from swansong_tools.commands.rehearse_restore import SCRATCH

@@ -22,13 +22,13 @@ from swansongd.config.config import load
 from swansongd.observe import log
 from swansongd.observe.exposition import Exposition, registry_of
 
+from swansong_tools.commands.bucket_command import stop_on_signals
 from swansong_tools.commands.common import add_flag, argument, interval, run_argument, whole
-from swansong_tools.commands.opening import stop_on_signals
 from swansong_tools.commands.prices import add_prices, prices_of
 from swansong_tools.economics.cost import Prices
-from swansong_tools.exporter.health import ReadHealth, ReadOnly
-from swansong_tools.exporter.metrics import ExporterCollector
-from swansong_tools.exporter.reader import RUNS_AT_ONCE, StoreReader
+from swansong_tools.exporter.own_health import ReadHealth, ReadOnly
+from swansong_tools.exporter.readings import RUNS_AT_ONCE, StoreReader
+from swansong_tools.exporter.run_metrics import ExporterCollector
 from swansong_tools.exporter.stores import WatchedStore, load_stores, parse_stores
 
 CONNECTIONS = RUNS_AT_ONCE * READS

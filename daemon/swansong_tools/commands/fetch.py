@@ -19,9 +19,9 @@ from swansong_bucket.transfer.restore import RestoreResult, Selection, Wanted, h
 from swansong_bucket.transfer.target import RestoreTarget
 
 from swansong_tools.commands import local_sets
+from swansong_tools.commands.bucket_command import opened, perhaps_mirror
 from swansong_tools.commands.common import note, place, print_json
 from swansong_tools.commands.destination import link, report_fresh
-from swansong_tools.commands.opening import opened, perhaps_mirror
 from swansong_tools.commands.progress import ProgressDisplay
 from swansong_tools.units import human_bytes
 

@@ -9,8 +9,8 @@ from swansong_bucket.errors import CorruptError
 from swansong_bucket.runs import catalog
 from swansong_bucket.runs.commit import newest_whole
 
+from swansong_tools.commands.bucket_command import opened
 from swansong_tools.commands.common import add_json, add_run, place, print_json
-from swansong_tools.commands.opening import opened
 
 EXIT_UNFINISHED = 18
 

@@ -9,10 +9,10 @@ from swansong_bucket.errors import ConfigError, StoreError
 from swansong_bucket.stores.gcs.store import GcsStore
 from swansong_bucket.stores.s3.store import S3Store
 
+from swansong_tools.commands.bucket_command import opened_store
 from swansong_tools.commands.common import add_json, add_run, note, print_json
-from swansong_tools.commands.opening import opened_store
 from swansong_tools.doctor import store_fixes
-from swansong_tools.upkeep import lifecycle
+from swansong_tools.upkeep import lifecycle_rules
 
 NOTES = """\
 --json prints the rules, the command, the names of the existing rules (null: unknown) and warnings."""
@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--class",
         dest="old_class",
         metavar="CLASS",
-        help=f"storage class for data older than {lifecycle.OLD_DAYS} days (default: the first): "
-        f"{' or '.join(lifecycle.S3_CLASSES)} on S3, {', '.join(lifecycle.GCS_CLASSES)} on GCS",
+        help=f"storage class for data older than {lifecycle_rules.OLD_DAYS} days (default: the first): "
+        f"{' or '.join(lifecycle_rules.S3_CLASSES)} on S3, {', '.join(lifecycle_rules.GCS_CLASSES)} on GCS",
     )
     add_json(parser)
 
@@ -50,11 +50,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError([f"store.url: {problem}; set rules with the tools of your store"])
     settings = store.settings
     is_s3 = isinstance(store, S3Store)
-    classes = lifecycle.S3_CLASSES if is_s3 else lifecycle.GCS_CLASSES
+    classes = lifecycle_rules.S3_CLASSES if is_s3 else lifecycle_rules.GCS_CLASSES
     old_class = classes[0] if args.old_class is None else args.old_class
-    if problem := lifecycle.class_problem(old_class, classes):
+    if problem := lifecycle_rules.class_problem(old_class, classes):
         raise ConfigError([f"--class: {problem}"])
-    rules = (lifecycle.for_s3 if is_s3 else lifecycle.for_gcs)(keys, settings.prefix, old_class)
+    rules = (lifecycle_rules.for_s3 if is_s3 else lifecycle_rules.for_gcs)(
+        keys, settings.prefix, old_class
+    )
     command = store_fixes.put_lifecycle(config, rules)
     existing: list[str] | None = None
     harm: list[str] = []
@@ -65,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         unknown = f"unknown: reading the existing rules failed: {error}"
     else:
         existing = [rule.name for rule in found]
-        harm = lifecycle.harmful(found, keys, settings.prefix)
+        harm = lifecycle_rules.harmful(found, keys, settings.prefix)
     warnings = [*harm, *filter(None, [unknown])]
     if args.json:
         print_json({"rules": rules, "command": command, "existing": existing, "warnings": warnings})

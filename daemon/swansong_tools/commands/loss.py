@@ -13,8 +13,8 @@ from swansong_bucket.runs import catalog
 from swansong_bucket.runs.lives import lives_of
 from swansong_bucket.runs.run import Run
 
+from swansong_tools.commands.bucket_command import opened
 from swansong_tools.commands.common import add_json, add_run, note, print_json, rounded
-from swansong_tools.commands.opening import opened
 from swansong_tools.commands.progress import ProgressDisplay
 from swansong_tools.commands.terminal import console, table
 from swansong_tools.economics import loss as losses

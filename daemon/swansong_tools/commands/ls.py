@@ -16,7 +16,7 @@ from swansong_bucket.config.sections import RetentionConfig
 from swansong_bucket.errors import CorruptError
 from swansong_bucket.format.manifest import Manifest
 from swansong_bucket.model import CommitRef, is_healthy
-from swansong_bucket.retention.retention import CommitFacts, reasons_to_keep
+from swansong_bucket.retention.rules import CommitFacts, reasons_to_keep
 from swansong_bucket.retention.survey import claim_ages
 from swansong_bucket.runs import catalog
 from swansong_bucket.runs.catalog import Commit
@@ -26,8 +26,8 @@ from swansong_bucket.runs.run import Run
 from swansong_bucket.transfer.restore import health_of
 from swansong_bucket.util.printable import printable
 
+from swansong_tools.commands.bucket_command import Opened, opened
 from swansong_tools.commands.common import add_flag, add_json, add_run, note, print_json, whole
-from swansong_tools.commands.opening import Opened, opened
 from swansong_tools.commands.progress import ProgressDisplay
 from swansong_tools.commands.terminal import console, table
 from swansong_tools.units import counted, human_age, human_bytes

@@ -21,10 +21,10 @@ from swansongd.config.config import Config
 from swansongd.core import pace
 from swansongd.core.cadence import expected_mtbf_s
 from swansongd.core.planner import Measurements
-from swansongd.sources.opening import possible_notice_kinds
+from swansongd.sources.selection import possible_notice_kinds
 
 from swansong_tools.commands.assumed import DOWN_S, SNAPSHOT_BYTES_PER_S, Subject
-from swansong_tools.commands.opening import Opened
+from swansong_tools.commands.bucket_command import Opened
 from swansong_tools.commands.progress import ProgressDisplay
 from swansong_tools.economics import loss as losses
 from swansong_tools.economics.advice import Setup

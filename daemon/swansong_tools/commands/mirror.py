@@ -17,6 +17,7 @@ from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.stores.wrappers.throttle import Throttled
 from swansong_bucket.util.printable import printable
 
+from swansong_tools.commands.bucket_command import Opened, mirror_of, opened
 from swansong_tools.commands.common import (
     add_flag,
     add_output,
@@ -25,7 +26,6 @@ from swansong_tools.commands.common import (
     place,
     print_json,
 )
-from swansong_tools.commands.opening import Opened, mirror_of, opened
 from swansong_tools.commands.progress import ProgressDisplay
 from swansong_tools.units import counted, human_bytes
 

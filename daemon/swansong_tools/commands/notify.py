@@ -19,8 +19,8 @@ from swansongd.observe.phase import Phase
 from swansongd.observe.status import DaemonStatus, VerdictStatus, to_json
 from swansongd.sources.manual import identity_of
 
-from swansong_tools.commands.client import DaemonClient
 from swansong_tools.commands.common import add_flag, add_json, argument, note, print_json
+from swansong_tools.commands.daemon_client import DaemonClient
 from swansong_tools.commands.view.rows import newer_generation, part_of
 
 EXIT_BY_VERDICT = {

@@ -14,8 +14,8 @@ from swansong_bucket.runs import catalog, pins
 from swansong_bucket.runs.catalog import Commit
 from swansong_bucket.runs.pins import Pin
 
+from swansong_tools.commands.bucket_command import Opened, opened
 from swansong_tools.commands.common import add_generation, add_run, step
-from swansong_tools.commands.opening import Opened, opened
 
 NOTES = "See docs/operations/retention.md."
 EXAMPLES = {

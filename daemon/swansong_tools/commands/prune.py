@@ -13,6 +13,7 @@ from swansong_bucket.retention.prune import PruneDecision, PruneReport, prune
 from swansong_bucket.runs import catalog
 from swansong_bucket.util.printable import printable
 
+from swansong_tools.commands.bucket_command import opened
 from swansong_tools.commands.common import (
     add_flag,
     add_output,
@@ -21,7 +22,6 @@ from swansong_tools.commands.common import (
     place,
     print_json,
 )
-from swansong_tools.commands.opening import opened
 from swansong_tools.commands.prices import add_prices, money, prices_of
 from swansong_tools.commands.progress import ProgressDisplay
 from swansong_tools.commands.terminal import console, table

@@ -20,9 +20,9 @@ from swansong_bucket.transfer.target import RestoreTarget
 from swansong_bucket.util.printable import printable
 from swansongd.config.config import Config
 
+from swansong_tools.commands.bucket_command import Opened, mirror_of, opened
 from swansong_tools.commands.common import note, place, print_json
 from swansong_tools.commands.destination import resolved
-from swansong_tools.commands.opening import Opened, mirror_of, opened
 from swansong_tools.commands.progress import ProgressDisplay
 from swansong_tools.units import counted, human_bytes
 

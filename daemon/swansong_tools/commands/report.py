@@ -17,14 +17,14 @@ from swansong_bucket.runs.history import RunHistory
 from swansong_bucket.runs.run import RecordedCommit, Run
 
 from swansong_tools.commands import loss as loss_command
+from swansong_tools.commands.bucket_command import opened
 from swansong_tools.commands.common import add_json, add_run, note, place, print_json, whole
-from swansong_tools.commands.opening import opened
 from swansong_tools.commands.prices import add_prices, money, prices_of
 from swansong_tools.commands.progress import ProgressDisplay
 from swansong_tools.economics import cost, loss
 from swansong_tools.economics.cost import Prices
-from swansong_tools.report import facts
-from swansong_tools.report.facts import RunReport, Story
+from swansong_tools.report import run_report
+from swansong_tools.report.run_report import RunReport, Story
 
 NOTES = "See docs/operations/report.md."
 EXAMPLES = {
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
             evacuations_max=args.evacuations,
             progress_of=lambda what: ProgressDisplay(f"reading {what}", what, is_quiet=args.json),
         )
-        made = facts.report(
+        made = run_report.report(
             found,
             run=here.keys.run,
             store_url=here.store.url,
@@ -105,7 +105,7 @@ def _write(path: Path, text: str) -> None:
 
 _AMOUNTS = {
     "spot": "GPU time on spot VMs",
-    "interruptions": facts.LOST,
+    "interruptions": run_report.LOST,
     "saves": "of it, stood still for other checkpoints",
     "on_demand": "The same work on demand",
     "saved": "Saved by spot VMs",
@@ -136,7 +136,7 @@ def _facts(made: RunReport) -> dict[str, Any]:
         "run": made.run,
         "store": made.store_url,
         "written": wall.text(made.written_wall_s),
-        "summary": facts.summary(made),
+        "summary": run_report.summary(made),
         "evacuations": [_evacuation(story) for story in made.stories],
         "farewells_left_out": evacuated.farewells_left_out,
         "farewells_damaged": list(evacuated.damaged),
@@ -167,7 +167,7 @@ def _evacuation(story: Story) -> dict[str, Any]:
         "timeline_left_out": recorded.left_out,
         "samples": [list(sample) for sample in recorded.samples],
         "resumed_by": None if ended is None else ended.generation,
-        "sentences": list(facts.sentences(story)),
+        "sentences": list(run_report.sentences(story)),
     }
 
 

@@ -13,9 +13,9 @@ from swansong_bucket.loss_records import LOST
 from swansong_bucket.model import Verdict
 
 from swansong_tools.commands.terminal import console
-from swansong_tools.report.course import Lane
-from swansong_tools.report.facts import RunReport, Story, comparisons, sentences, summary
-from swansong_tools.report.layout import Picture
+from swansong_tools.report.lanes import Lane
+from swansong_tools.report.positions import Picture
+from swansong_tools.report.run_report import RunReport, Story, comparisons, sentences, summary
 from swansong_tools.units import counted, human_bytes, human_span, minute, second
 
 WIDTH = 79

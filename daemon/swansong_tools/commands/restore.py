@@ -16,7 +16,6 @@ from swansong.protocol import Restored
 from swansong_bucket.errors import ConfigError, Stopped, Unreachable
 from swansongd.config.config import Config, load
 
-from swansong_tools.commands.client import DaemonClient
 from swansong_tools.commands.common import (
     add_flag,
     add_generation,
@@ -25,6 +24,7 @@ from swansong_tools.commands.common import (
     add_step,
     note,
 )
+from swansong_tools.commands.daemon_client import DaemonClient
 from swansong_tools.commands.destination import link, report_fresh, resolved
 from swansong_tools.commands.progress import ProgressDisplay
 

@@ -23,9 +23,9 @@ from swansongd.config.config import DEFAULT_PATH, Config, load
 from swansongd.flush.claim_record import record_end_of_starts
 from swansongd.staging.scan import OWN_DIRECTORY
 
-from swansong_tools.commands.client import DaemonClient
 from swansong_tools.commands.common import argument, note, run_argument, whole
 from swansong_tools.commands.configuring import configured, is_example
+from swansong_tools.commands.daemon_client import DaemonClient
 from swansong_tools.commands.run_processes import supervised
 from swansong_tools.commands.run_supervisor import Supervisor
 from swansong_tools.doctor.fixes import WRITTEN_BY_RUN

@@ -26,8 +26,8 @@ from swansongd.observe.status import DaemonStatus
 from swansongd.sources.manual import SOON_S, identity_of
 
 from swansong_tools.commands import run_processes as processes
-from swansong_tools.commands.client import DaemonClient
 from swansong_tools.commands.common import note
+from swansong_tools.commands.daemon_client import DaemonClient
 from swansong_tools.commands.notify import EXIT_BY_VERDICT, committed_text, verdict_on
 from swansong_tools.units import human_s
 

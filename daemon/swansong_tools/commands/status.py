@@ -10,8 +10,8 @@ from swansongd.config.config import load
 from swansongd.observe.status import to_json
 from swansongd.trainers import unconnected
 
-from swansong_tools.commands.client import DaemonClient
 from swansong_tools.commands.common import add_flag, add_json, interval, print_json
+from swansong_tools.commands.daemon_client import DaemonClient
 from swansong_tools.commands.jobs import other_jobs
 
 NOTES = "The caller must be root, the daemon's user, or one of trainer.users."

@@ -9,7 +9,7 @@ from swansong.protocol import Noted, TakeOver
 from swansongd.config.config import load
 from swansongd.observe.phase import Phase
 
-from swansong_tools.commands.client import DaemonClient
+from swansong_tools.commands.daemon_client import DaemonClient
 
 NOTES = """\
 The caller must be root or the daemon's user.

@@ -7,8 +7,8 @@ import argparse
 
 from swansong_bucket.runs import pins
 
+from swansong_tools.commands.bucket_command import opened
 from swansong_tools.commands.common import add_run
-from swansong_tools.commands.opening import opened
 from swansong_tools.commands.pin import name
 
 EXAMPLES = {

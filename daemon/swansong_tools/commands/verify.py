@@ -18,6 +18,7 @@ from swansong_bucket.transfer.reader import ReadOptions
 from swansong_bucket.util.printable import printable
 from swansongd.restore.local_files import sets_in
 
+from swansong_tools.commands.bucket_command import opened, perhaps_mirror
 from swansong_tools.commands.common import (
     add_flag,
     add_output,
@@ -27,7 +28,6 @@ from swansong_tools.commands.common import (
     place,
     print_json,
 )
-from swansong_tools.commands.opening import opened, perhaps_mirror
 from swansong_tools.commands.progress import ProgressDisplay
 from swansong_tools.units import counted, human_bytes
 from swansong_tools.upkeep.repair import RepairOutcome, repair, repair_manifests, repair_pins

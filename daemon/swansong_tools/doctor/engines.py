@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from swansong_bucket.errors import Unreachable
-from swansong_bucket.stores.file import mounts
+from swansong_bucket.stores.file import mount_points
 from swansongd.trainers import peers
 
 from swansong_tools.doctor import fixes
@@ -92,7 +92,7 @@ def slurm_kill_wait(vm: Installation) -> Judgement:
 
 def _layer(vm: Installation) -> str:
     """The kind of the file system of staging if it is the writable layer of a container."""
-    kind = mount_of(Path(os.path.realpath(vm.staging)), mounts.mounted()).kind
+    kind = mount_of(Path(os.path.realpath(vm.staging)), mount_points.mounted()).kind
     return kind if kind in _LAYERS else ""
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from swansong import openat
-from swansong_bucket.stores.file import mounts
-from swansong_bucket.stores.file.mounts import Mount
+from swansong_bucket.stores.file import mount_points
+from swansong_bucket.stores.file.mount_points import Mount
 
 from swansong_tools.doctor import fixes
 from swansong_tools.doctor.findings import Checklist, Judgement, failure, ok, skipped, warning
@@ -68,7 +68,7 @@ def exists(vm: Installation) -> Judgement:
         return failure(f"staging.path {path} does not exist: not created, or not mounted", made(vm))
     if not path.is_dir():
         return failure(f"staging.path {path} is not a directory", made(vm))
-    kind = mount_of(path, mounts.mounted()).kind
+    kind = mount_of(path, mount_points.mounted()).kind
     return ok(f"{path} exists, on {kind}")
 
 
@@ -232,7 +232,7 @@ def more_room(path: Path, lacking: Room) -> str:
 
     A tmpfs gets at most half of the memory, as the kernel's default.
     """
-    known = mounts.mounted()
+    known = mount_points.mounted()
     mount = mount_of(Path(os.path.realpath(path)), known)
     if mount.kind == "tmpfs":
         facts = os.statvfs(mount.point)

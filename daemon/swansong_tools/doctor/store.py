@@ -20,7 +20,7 @@ from swansong_bucket.runs import signing
 from swansong_bucket.runs.signing import SigningKey, signed
 from swansong_bucket.stores.azure.store import AzureStore
 from swansong_bucket.stores.base import Body, ObjectStore
-from swansong_bucket.stores.file import mounts
+from swansong_bucket.stores.file import mount_points
 from swansong_bucket.stores.gcs.settings import GcsSettings
 from swansong_bucket.stores.gcs.store import GcsStore
 from swansong_bucket.stores.http.client import Wire
@@ -49,7 +49,7 @@ from swansong_tools.doctor.findings import (
 from swansong_tools.doctor.installation import Installation, grace_s
 from swansong_tools.doctor.rehearsal import SET_BYTES, Rehearsal, retried_briefly
 from swansong_tools.units import counted
-from swansong_tools.upkeep import lifecycle
+from swansong_tools.upkeep import lifecycle_rules
 
 _SPEED_LIMIT_S = 120.0
 _DATA_LIMIT_S = 60.0
@@ -200,7 +200,7 @@ class StoreProbe:
     def disk(self) -> Judgement:
         """The directory of the store outlives the VM."""
         root = self._root
-        reason, where = staging.dies_with_vm(root, mounts.mounted())
+        reason, where = staging.dies_with_vm(root, mount_points.mounted())
         if not reason:
             return ok(f"{root} is {where}")
         found = f"{root} is lost with the VM: {reason} ({where})"
@@ -326,7 +326,7 @@ class StoreProbe:
     def lifecycle(self) -> Judgement:
         """No rule deletes checkpoints by age or moves them offline."""
         rules = self._settings.lifecycle_rules()
-        if harm := lifecycle.harmful(rules, self._keys, self._settings.prefix):
+        if harm := lifecycle_rules.harmful(rules, self._keys, self._settings.prefix):
             fix = "# remove the rule; swansong lifecycle prints rules that fit this run"
             return failure("; ".join(harm), fix)
         return ok("no lifecycle rule deletes checkpoints by age or moves them offline")

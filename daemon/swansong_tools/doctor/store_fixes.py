@@ -20,7 +20,7 @@ from swansong_bucket.stores.base import (
     bucket_and_prefix,
     is_certificate_problem,
 )
-from swansong_bucket.stores.file import mounts
+from swansong_bucket.stores.file import mount_points
 from swansong_bucket.stores.s3.access import CREDENTIALS_HINT, Unsupported
 from swansongd.config.config import Config, directory_of
 
@@ -222,7 +222,7 @@ def of_credentials(config: Config, operator_file: str) -> str:
 
 def mount(root: Path) -> str:
     """Mount the file system of the store; empty if no configured mount is missing."""
-    missing = mounts.missing_mount(str(root))
+    missing = mount_points.missing_mount(str(root))
     return fixes.as_root(f"mount {fixes.quoted(missing)}") if missing else ""
 
 
@@ -237,12 +237,12 @@ def _of_directory(root: Path, error: StoreError) -> str:
         return command
     number = error.__cause__.errno if isinstance(error.__cause__, OSError) else None
     if number == errno.EROFS:
-        point = staging.mount_of(root, mounts.mounted()).point
+        point = staging.mount_of(root, mount_points.mounted()).point
         if point in ("/", str(root)):  # read-only in the sandbox, not on the file system
             return fixes.drop_in("store", f"ReadWritePaths={root}")
         return fixes.as_root(f"mount -o remount,rw {fixes.quoted(point)}")
     if number in (errno.ENOSPC, errno.EDQUOT):
-        return staging.make_room(root, mounts.mounted())
+        return staging.make_room(root, mount_points.mounted())
     if not fixes.has_daemon_user():
         return fixes.directory(root, "0700")
     owner = fixes.as_root(f"chown -R {DAEMON_USER}: {fixes.quoted(root)}")

@@ -17,8 +17,8 @@ from swansong_bucket.runs.run import RecordedCommit
 
 from swansong_tools.economics.loss import Interruption, Window
 from swansong_tools.report.axis import Break, axis
-from swansong_tools.report.course import Lane
-from swansong_tools.report.layout import Picture, PlacedBar
+from swansong_tools.report.lanes import Lane
+from swansong_tools.report.positions import Picture, PlacedBar
 from swansong_tools.units import minute
 
 LABEL_PIXELS = 17

@@ -14,9 +14,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from swansong_bucket.format.farewell import Fact
 from swansong_bucket.model import Verdict
 
-from swansong_tools.report import drawing, facts
-from swansong_tools.report.course import RESUMING
-from swansong_tools.report.facts import RunReport
+from swansong_tools.report import drawing, run_report
+from swansong_tools.report.lanes import RESUMING
+from swansong_tools.report.run_report import RunReport
 from swansong_tools.units import counted, human_bytes, human_s, human_span, minute, second
 
 COMMITS_SHOWN = 12
@@ -32,7 +32,7 @@ def html(report: RunReport) -> str:
     return _template().render(
         report=report,
         verdicts={verdict: verdicts[verdict] for verdict in Verdict if verdict in verdicts},
-        facts=facts,
+        run_report=run_report,
         drawing=drawing,
         part_names=PART_NAMES,
         commits_shown=COMMITS_SHOWN,

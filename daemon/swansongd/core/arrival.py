@@ -13,7 +13,7 @@ daemon waits only for a trainer that it knows, and after its own start for :data
 from __future__ import annotations
 
 from swansongd.core import gpus
-from swansongd.core.lifecycle import ASG_SOURCE
+from swansongd.core.lifecycle_hook import ASG_SOURCE
 from swansongd.core.state import State
 from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE
 

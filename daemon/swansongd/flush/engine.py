@@ -32,8 +32,8 @@ from swansong_bucket.util.threads import lasting_thread
 
 from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
 from swansongd.flush.active import ActiveFlush
+from swansongd.flush.cutting import ChunkLayout, size_of
 from swansongd.flush.known import KnownChunks
-from swansongd.flush.layout import ChunkLayout, size_of
 from swansongd.flush.queue import (
     ChunkTimes,
     FindWork,

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from swansong_bucket.model import Chunk, Extent, Staged, StagedFile, StoredShard
 
+from swansongd.flush.cutting import ChunkLayout, Piece, Pieces, size_of
 from swansongd.flush.known import KnownChunks
-from swansongd.flush.layout import ChunkLayout, Piece, Pieces, size_of
 
 LATE_SHARE = 3.0
 """A chunk in flight is late after this multiple of the median time of the last ones ..."""

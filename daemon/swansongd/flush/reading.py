@@ -22,7 +22,7 @@ from swansong_bucket.model import StagedFile
 from swansong_bucket.stores.base import WINDOW_BYTES
 from swansong_bucket.stores.checksums import crc32c
 
-from swansongd.flush.layout import Piece
+from swansongd.flush.cutting import Piece
 from swansongd.staging import scan
 
 T = TypeVar("T")

@@ -16,8 +16,8 @@ from swansong_bucket.stores.base import Body, ObjectStore
 from swansong_bucket.stores.checksums import crc32c
 
 from swansongd.flush.active import ActiveFlush
+from swansongd.flush.cutting import Piece, size_of
 from swansongd.flush.known import KnownChunks, SmallSums
-from swansongd.flush.layout import Piece, size_of
 from swansongd.flush.queue import ChunkTimes, StoreChunk
 from swansongd.flush.reading import Buffers, Cancelled, ChunkSums, read_piece, within_means
 from swansongd.staging import scan

@@ -12,15 +12,15 @@ from swansong_bucket.util.threads import lasting_thread
 
 from swansongd.config.notify import NotifyConfig
 from swansongd.core.state import State
-from swansongd.notifications.command import Command
 from swansongd.notifications.delivery import warm
+from swansongd.notifications.exec_command import Command
 from swansongd.notifications.heartbeat import Heartbeat
-from swansongd.notifications.record import SentNotifications
+from swansongd.notifications.sent import SentNotifications
 from swansongd.notifications.webhook import Webhook
 from swansongd.observe.accounting import MeasuredResume, Training
+from swansongd.observe.all_well import Stretch, continued, why_silent
 from swansongd.observe.conditions import Watch
 from swansongd.observe.facts import StepsCompared
-from swansongd.observe.heartbeat import Stretch, continued, why_silent
 from swansongd.observe.notifications import (
     Notification,
     Origin,

@@ -18,7 +18,7 @@ from swansongd.notifications import secret_files
 from swansongd.notifications.bodies import of_preset, read_template
 from swansongd.notifications.delivery import Deliverer, HttpRequest, NotDelivered
 from swansongd.notifications.outbox import Outbox
-from swansongd.notifications.record import BEGUN_MAX, SentNotifications
+from swansongd.notifications.sent import BEGUN_MAX, SentNotifications
 from swansongd.observe.notifications import GROUPS, Notification, NotificationKind, Origin
 from swansongd.util.rates import TokenBucket
 

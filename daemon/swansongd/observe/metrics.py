@@ -20,12 +20,12 @@ from swansongd.config.config import MetricsConfig
 from swansongd.core.notices import BY_HAND
 from swansongd.core.state import State
 from swansongd.core.transition import HOST_SOURCE
+from swansongd.observe.build_status import status_of
 from swansongd.observe.counters import Counters
 from swansongd.observe.daemon_families import FAMILIES
 from swansongd.observe.exposition import Exposition, Textfile, registry_of
 from swansongd.observe.families import Sheet
 from swansongd.observe.phase import Phase
-from swansongd.observe.report import status_of
 from swansongd.observe.slow import slow_ranks
 from swansongd.observe.snapshot import Snapshot
 from swansongd.observe.stall import stalled

@@ -24,7 +24,7 @@ from swansong_bucket.util.threads import lasting_thread
 
 import swansongd
 from swansongd.config.config import Config, MetricsConfig
-from swansongd.core import gpus, lifecycle, notices
+from swansongd.core import gpus, lifecycle_hook, notices
 from swansongd.core.events import (
     Action,
     CancelFlush,
@@ -59,41 +59,41 @@ from swansongd.flush.committer import Committer
 from swansongd.host.fdstore import FdStore
 from swansongd.host.sdnotify import SystemdNotifier
 from swansongd.notifications.notifier import Notifier
-from swansongd.notifications.record import SentNotifications
+from swansongd.notifications.sent import SentNotifications
 from swansongd.observe import log as logs
 from swansongd.observe.accounting import Accounting, MeasuredResume, last_report
+from swansongd.observe.all_well import DECIDED_S
+from swansongd.observe.build_status import status_line, status_of
 from swansongd.observe.decision_log import DecisionLog
 from swansongd.observe.facts import Fact, Observed
-from swansongd.observe.heartbeat import DECIDED_S
 from swansongd.observe.observer import Observation, Observer
 from swansongd.observe.phase import phase_of
-from swansongd.observe.redone import RedoneWatch
-from swansongd.observe.report import status_line, status_of
 from swansongd.observe.samples import FlushSamples
 from swansongd.observe.snapshot import Snapshot
 from swansongd.observe.stall import StallWatch
 from swansongd.observe.status import to_json
+from swansongd.observe.step_digests import RedoneWatch
 from swansongd.observe.tally import Tally
 from swansongd.observe.timeline import recorded
+from swansongd.restore.answers import Resume
 from swansongd.restore.context import RestoreContext
+from swansongd.restore.digests_query import RedoneAnswers
 from swansongd.restore.predecessor import PredecessorWatch
 from swansongd.restore.prefetch import Prefetch
-from swansongd.restore.redone import RedoneAnswers
-from swansongd.restore.resume import Resume
 from swansongd.service import signal_reader
 from swansongd.service.decisions import Decisions
 from swansongd.service.inbox import Inbox
 from swansongd.service.storage import Storage
 from swansongd.sources import host, logind, manual
 from swansongd.sources.azure import AzureSource
-from swansongd.sources.opening import (
+from swansongd.sources.polled import PolledSource
+from swansongd.sources.selection import (
     notice_kinds,
     open_lifecycle_hook,
     open_sources,
     shortest_grace_s,
     unknown_firmware,
 )
-from swansongd.sources.polled import PolledSource
 from swansongd.staging.observe import StagingObserver
 from swansongd.staging.prepare import open_restored, prepare
 from swansongd.staging.remover import Remover
@@ -378,7 +378,7 @@ class Service:
         if evacuation.verdict is not None:
             self._logind.release()
             return
-        if self._asg_hook is not None and lifecycle.needs_heartbeat(self._state):
+        if self._asg_hook is not None and lifecycle_hook.needs_heartbeat(self._state):
             self._asg_hook.heartbeat()
         if host.NAME in self._state.notices.live:
             # Each call extends TimeoutStopSec= by this time only.  It is made in this loop, so systemd
@@ -478,7 +478,7 @@ class Service:
     def _conclude(self, conclusion: Conclude, now: float) -> None:
         if conclusion.is_final:
             self._decision_log.verdict(conclusion, now)
-            is_complete = lifecycle.is_complete(self._state, conclusion.verdict)
+            is_complete = lifecycle_hook.is_complete(self._state, conclusion.verdict)
             if self._asg_hook is not None and is_complete:
                 self._asg_hook.complete()
             for source in self._sources if conclusion.verdict is Verdict.SAFE else ():

@@ -33,9 +33,9 @@ from swansongd.flush.background import Background
 from swansongd.flush.claim_record import expect_recorded_store
 from swansongd.flush.claimant import Claimant
 from swansongd.flush.committer import Committer
+from swansongd.flush.cutting import ChunkLayout
 from swansongd.flush.engine import FlushEngine
 from swansongd.flush.known import KnownChunks
-from swansongd.flush.layout import ChunkLayout
 from swansongd.flush.ledger import Ledger
 from swansongd.flush.locker import Locker
 from swansongd.flush.mirroring import Mirroring

@@ -20,7 +20,6 @@ from typing import Any
 
 from swansong_bucket.model import DeadlineQuality, Notice
 
-from swansongd.sources.base import Clock
 from swansongd.sources.metadata import (
     MetadataClient,
     MetadataResponse,
@@ -35,6 +34,7 @@ from swansongd.sources.polled import (
     parse_time,
     server_date_s,
 )
+from swansongd.sources.source import Clock
 
 TOKEN_PATH = "/latest/api/token"  # noqa: S105
 TOKEN_HEADER = "X-aws-ec2-metadata-token"  # noqa: S105

@@ -13,7 +13,7 @@ from typing import Any
 
 from swansong_bucket.model import Notice, Severity
 
-from swansongd.core.lifecycle import ASG_SOURCE
+from swansongd.core.lifecycle_hook import ASG_SOURCE
 from swansongd.sources.aws import AwsSource, Imds, json_of, not_spot
 from swansongd.sources.metadata import MetadataUnavailable, shortened
 from swansongd.sources.polled import ClockReading, PollResult, parse_date

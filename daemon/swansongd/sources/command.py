@@ -32,9 +32,9 @@ from swansong_bucket.util.forms import FLAG, Form, Kind, Named, optional, or_els
 
 from swansongd.core.events import NoticeRaised, NoticeWithdrawn
 from swansongd.observe.health import HealthTracker
-from swansongd.sources.base import Clocks, Post, must_post
 from swansongd.sources.manual import SOON_S
 from swansongd.sources.metadata import shortened
+from swansongd.sources.source import Clocks, Post, must_post
 from swansongd.util import unix
 
 NAME = "command"

@@ -16,7 +16,7 @@ from swansong_bucket.model import DeadlineQuality, Notice, Severity
 
 from swansongd.core.events import NoticeRaised, NoticeWithdrawn
 from swansongd.observe.health import HealthTracker
-from swansongd.sources.base import Clock, Post
+from swansongd.sources.source import Clock, Post
 
 NAME = "deadline"
 JUMP_S = 1.0

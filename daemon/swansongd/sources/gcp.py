@@ -19,7 +19,6 @@ from typing import ClassVar
 from swansong_bucket.model import DeadlineQuality, Notice
 
 from swansongd.core.events import NoticeRaised
-from swansongd.sources.base import Post
 from swansongd.sources.metadata import (
     MetadataClient,
     MetadataResponse,
@@ -27,6 +26,7 @@ from swansongd.sources.metadata import (
     shortened,
 )
 from swansongd.sources.polled import ClockReading, PolledSource, Poller, PollOptions, PollResult
+from swansongd.sources.source import Post
 
 LONG_NOTICE_S = 120.0
 """The optional preemption notice of a Spot VM; without that option there is no notice at all."""

@@ -24,9 +24,9 @@ from swansong_bucket.model import DeadlineQuality, GpuHealth, GpuRecord, GpuStat
 from swansongd.core.events import GpusRead, NoticeRaised, NoticeWithdrawn
 from swansongd.core.gpus import SOURCE, describe
 from swansongd.observe.health import HealthTracker
-from swansongd.sources.base import Clock, Post
 from swansongd.sources.gpu_health import GpuRecords, parse_gpus, parse_line
 from swansongd.sources.metadata import Backoff, shortened
+from swansongd.sources.source import Clock, Post
 from swansongd.sources.xids import (
     RECORD_MAX_BYTES,
     Fault,

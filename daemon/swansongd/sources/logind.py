@@ -30,8 +30,8 @@ from swansong_bucket.model import DeadlineQuality, Notice, Severity
 
 from swansongd.core.events import NoticeRaised, NoticeWithdrawn
 from swansongd.observe.health import HealthTracker
-from swansongd.sources.base import Clock, Post
 from swansongd.sources.metadata import Backoff, shortened
+from swansongd.sources.source import Clock, Post
 
 NAME = "logind"
 SYSTEM_BUS = "unix:path=/run/dbus/system_bus_socket"

@@ -15,7 +15,6 @@ from swansong_bucket.util.http1 import http_date
 
 from swansongd.core.events import NoticeRaised, NoticeWithdrawn
 from swansongd.observe.health import HealthTracker
-from swansongd.sources.base import Clocks, Post, must_post
 from swansongd.sources.metadata import (
     DEFAULT_URL,
     TIMEOUT_MAX_S,
@@ -26,6 +25,7 @@ from swansongd.sources.metadata import (
     shortened,
     watch,
 )
+from swansongd.sources.source import Clocks, Post, must_post
 
 CLOCK_SKEW_SHOWN_S = 5.0
 
@@ -150,7 +150,7 @@ class PolledSource(ABC):
         return self._options.poll_interval_s
 
     def run(self, post: Post, stop: threading.Event) -> None:
-        """See :class:`~swansongd.sources.base.Source`."""
+        """See :class:`~swansongd.sources.source.Source`."""
         options = self._options
         interval_s = self.interval_s
         client = MetadataClient(

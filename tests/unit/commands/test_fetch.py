@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from swansong_bucket.errors import NothingToRestore, Transient
-from swansong_tools.commands import main, opening
+from swansong_tools.commands import bucket_command, main
 
 from testkit.committed import configuration
 from testkit.memory_store import MemoryStore
@@ -23,9 +23,9 @@ def test_an_empty_mirror_is_no_proof_of_a_fresh_run(
         raise Transient("connection refused")
 
     store.before = down
-    monkeypatch.setattr(opening, "open_store", lambda *_args, **_options: store)
-    monkeypatch.setattr(opening, "open_mirror", lambda *_args, **_options: mirror)
-    monkeypatch.setattr(opening, "_CALL_BUDGET_WITH_MIRROR_S", 0.1)
+    monkeypatch.setattr(bucket_command, "open_store", lambda *_args, **_options: store)
+    monkeypatch.setattr(bucket_command, "open_mirror", lambda *_args, **_options: mirror)
+    monkeypatch.setattr(bucket_command, "_CALL_BUDGET_WITH_MIRROR_S", 0.1)
     config = configuration(tmp_path, "s3://bucket", mirror="s3://mirror")
     to = tmp_path / "restored"
     code = main.main(["--config", str(config), "restore", "--to", str(to), "--fresh-ok"])

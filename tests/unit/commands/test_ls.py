@@ -14,7 +14,7 @@ from rich.console import Console
 from swansong_bucket.format import manifest
 from swansong_bucket.format.keys import RunKeys
 from swansong_tools.commands import ls
-from swansong_tools.commands.opening import Opened
+from swansong_tools.commands.bucket_command import Opened
 from swansong_tools.units import human_age
 
 from testkit.committed import commit

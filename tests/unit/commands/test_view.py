@@ -19,10 +19,10 @@ from swansong.bounds import BoundsError
 from swansong_bucket.model import GpuHealth, Health, Verdict
 from swansong_tools.commands.view.changes import changes, facts_of
 from swansong_tools.commands.view.countdown import bar, clock, countdowns, large
-from swansong_tools.commands.view.history import PollHistory, sparkline
 from swansong_tools.commands.view.live import Canvas, Frame, view
 from swansong_tools.commands.view.once import print_status
 from swansong_tools.commands.view.poller import Poll
+from swansong_tools.commands.view.recent import PollHistory, sparkline
 from swansong_tools.commands.view.rows import rows
 from swansongd.observe.status import (
     DaemonStatus,

@@ -35,7 +35,7 @@ from swansongd.core.events import (
 )
 from swansongd.core.notices import AT_ONCE
 from swansongd.core.starts import CLAIMS_MAX, EVACUATION_CLAIMS_MAX, STARTS_MAX, WINDOW_S
-from swansongd.observe.report import status_line
+from swansongd.observe.build_status import status_line
 from swansongd.observe.status import from_json, to_json
 from swansongd.trainers import translate
 

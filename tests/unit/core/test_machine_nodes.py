@@ -47,8 +47,8 @@ from swansongd.core.events import (
 )
 from swansongd.core.starts import FINISH_S, FINISH_S_MAX
 from swansongd.core.state import Settings, State
+from swansongd.observe.build_status import status_line
 from swansongd.observe.phase import Phase, phase_of
-from swansongd.observe.report import status_line
 from swansongd.observe.status import CommitStatus, LagStatus, PartStatus
 
 from testkit.story import Story, a_notice, a_set

@@ -28,7 +28,7 @@ from swansong_bucket.errors import (
 )
 from swansong_bucket.model import Health
 from swansong_bucket.stores.azure import auth
-from swansong_bucket.stores.file.mounts import parsed
+from swansong_bucket.stores.file.mount_points import parsed
 from swansong_bucket.stores.s3.access import CREDENTIALS_HINT
 from swansong_tools.commands.main import main
 from swansong_tools.doctor import checks, cloud, daemon, fixes, host, staging

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from swansong_bucket.stores.file.mounts import parsed
+from swansong_bucket.stores.file.mount_points import parsed
 from swansong_tools.doctor import cloud, engines
 from swansong_tools.doctor.findings import Finding, examine
 from swansong_tools.doctor.installation import Installation

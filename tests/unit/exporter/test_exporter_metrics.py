@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from prometheus_client import generate_latest
 from swansong_tools.economics.cost import Prices
-from swansong_tools.exporter.metrics import ExporterCollector
+from swansong_tools.exporter.run_metrics import ExporterCollector
 from swansongd.observe.exposition import registry_of
 
 from testkit import committed

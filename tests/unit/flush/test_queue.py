@@ -17,15 +17,15 @@ from swansong_bucket.model import (
     Staged,
     StagedFile,
 )
-from swansongd.flush import layout as layouts
-from swansongd.flush.known import KnownChunks
-from swansongd.flush.layout import (
+from swansongd.flush import cutting as layouts
+from swansongd.flush.cutting import (
     FILE_CHUNKS_MAX,
     PACKED_FILES_MAX,
     SMALL_BYTES_MAX,
     ChunkLayout,
     size_of,
 )
+from swansongd.flush.known import KnownChunks
 from swansongd.flush.queue import (
     LATE_S_MIN,
     LATE_SHARE,

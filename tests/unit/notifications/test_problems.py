@@ -16,7 +16,7 @@ from swansongd.config.notify import NotifyConfig
 from swansongd.core.events import NoticeRaised, TrainerJoined
 from swansongd.core.transition import HOST_SOURCE
 from swansongd.notifications.notifier import Notifier
-from swansongd.notifications.record import SentNotifications
+from swansongd.notifications.sent import SentNotifications
 from swansongd.notifications.webhook import AT_ONCE
 from swansongd.observe.notifications import DRILLS, NOTICES, Notification
 from swansongd.observe.observer import Observation

@@ -14,10 +14,10 @@ from swansong_tools.commands.view.once import print_status
 from swansongd.config.config import DeadlineConfig, SourcesConfig
 from swansongd.core.events import FlushFailed, TrainerFailed, TrainerProgress
 from swansongd.core.pace import Figure
+from swansongd.observe.build_status import status_of
 from swansongd.observe.margin import margins
-from swansongd.observe.report import status_of
 from swansongd.observe.status import STORE_HEALTH, Margin, StagingStatus
-from swansongd.sources.opening import notice_kinds, open_sources
+from swansongd.sources.selection import notice_kinds, open_sources
 
 from testkit.paced import PacedVm, Physics
 from testkit.story import MIB, Story

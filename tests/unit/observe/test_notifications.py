@@ -13,8 +13,8 @@ from swansongd.core.events import NoticeRaised, Tick, TrainerProgress
 from swansongd.core.state import State
 from swansongd.observe import notifications
 from swansongd.observe.accounting import MeasuredResume, Milestones, Training
+from swansongd.observe.all_well import GAP_S, Stretch, continued, why_silent
 from swansongd.observe.conditions import Watch
-from swansongd.observe.heartbeat import GAP_S, Stretch, continued, why_silent
 from swansongd.observe.notifications import (
     Notification,
     NotificationKind,

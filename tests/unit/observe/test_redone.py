@@ -17,9 +17,9 @@ from swansongd.observe.decision_log import DecisionLog
 from swansongd.observe.facts import StepsCompared, StepsDigested
 from swansongd.observe.notifications import of_comparison
 from swansongd.observe.observer import Observation
-from swansongd.observe.redone import RedoneWatch
+from swansongd.observe.step_digests import RedoneWatch
 from swansongd.restore.context import RestoreContext
-from swansongd.restore.redone import RedoneAnswers
+from swansongd.restore.digests_query import RedoneAnswers
 from swansongd.staging.prepare import RunDirectory
 from swansongd.trainers.translate import event_of
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from swansong_bucket.model import CommitRef, Health, Severity
 from swansongd.core.events import FlushProgress, TrainerFailed
+from swansongd.observe.build_status import status_line
 from swansongd.observe.facts import NewestDated, TrainerRefused
-from swansongd.observe.report import status_line
 from swansongd.observe.status import STORE_HEALTH, from_json, to_json
 
 from testkit.story import MIB, Story

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from swansongd.core.events import Log, Mark, TrainerProgress
 from swansongd.core.ranks import usual_step_s
+from swansongd.observe.build_status import status_line
 from swansongd.observe.decision_log import DecisionLog
 from swansongd.observe.observer import Observation
-from swansongd.observe.report import status_line
 from swansongd.observe.stall import StallWatch
 
 from testkit.story import Story

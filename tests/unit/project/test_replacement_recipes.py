@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swansongd.notifications.command import environment
+from swansongd.notifications.exec_command import environment
 from swansongd.observe.notifications import NotificationKind, Origin, fields, sample
 
 from testkit import REPOSITORY

@@ -13,9 +13,9 @@ from swansong_bucket.format.farewell import RecordedEvacuation
 from swansong_bucket.runs.history import RunHistory
 from swansong_tools.economics import loss as losses
 from swansong_tools.economics.loss import Interruption
-from swansong_tools.report.course import Bar, Course, Lane, course
-from swansong_tools.report.facts import stories
-from swansong_tools.report.layout import Picture, picture
+from swansong_tools.report.lanes import Bar, Course, Lane, course
+from swansong_tools.report.positions import Picture, picture
+from swansong_tools.report.run_report import stories
 
 from testkit.hostile_farewells import evacuations, interruptions
 

@@ -22,8 +22,8 @@ from swansong_bucket.runs.lives import Lives
 from swansong_bucket.runs.run import Run
 from swansong_tools.commands import report_text
 from swansong_tools.economics.loss import Interruption, Loss
-from swansong_tools.report import drawing, facts, page
-from swansong_tools.report.facts import RunReport
+from swansong_tools.report import drawing, page, run_report
+from swansong_tools.report.run_report import RunReport
 
 from testkit import past_run
 from testkit.hostile_farewells import MARKUP, evacuations, interruptions
@@ -51,7 +51,7 @@ ATTRIBUTES = set(
 
 
 def made(found: RunHistory, run: str = "my-run", **fields: object) -> RunReport:
-    return facts.report(
+    return run_report.report(
         found,
         run=run,
         store_url="s3://bucket/runs",
@@ -204,14 +204,14 @@ def test_hostile_texts_stay_texts(
             interruptions=(interruption,),
         )
     past = replace(EMPTY, evacuations=Evacuations(evacuations=tuple(recorded)))
-    told = facts.stories(past, loss)
+    told = evacuations.stories(past, loss)
     report = RunReport(
         run=run,
         store_url=MARKUP,
         written_wall_s=0.0,
         history=EMPTY,
         loss=loss,
-        amounts={facts.LOST: MARKUP},
+        amounts={run_report.LOST: MARKUP},
         stories=tuple(told),
     )
     text = page.html(report)

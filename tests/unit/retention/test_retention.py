@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from swansong_bucket.config.sections import RetentionConfig
 from swansong_bucket.model import CommitRef
-from swansong_bucket.retention.retention import CommitFacts, reasons_to_keep
+from swansong_bucket.retention.rules import CommitFacts, reasons_to_keep
 
 from testkit.records import NO_RULE
 

@@ -13,7 +13,7 @@ from swansong_bucket.format.manifest import Manifest
 from swansong_bucket.runs import catalog
 from swansong_bucket.runs.catalog import Commit
 from swansong_tools.commands import ls
-from swansong_tools.commands.opening import Opened
+from swansong_tools.commands.bucket_command import Opened
 
 from testkit.committed import commit
 from testkit.memory_store import MemoryStore

@@ -17,11 +17,11 @@ from swansong_bucket.runs import history
 from swansong_bucket.runs.lives import lives_of
 from swansong_bucket.runs.run import Run
 from swansong_tools.commands import ls
-from swansong_tools.commands.opening import Opened
+from swansong_tools.commands.bucket_command import Opened
 from swansong_tools.economics import loss as losses
 from swansong_tools.economics.loss import Loss
 from swansong_tools.exporter.figures import RunFigures
-from swansong_tools.exporter.run import RunReader
+from swansong_tools.exporter.run_figures import RunReader
 
 from testkit import committed
 from testkit.lost_vms import BEGUN_S, KEYS, a_run, claim, farewell

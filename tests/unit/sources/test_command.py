@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from swansong.bounds import BoundsError
 from swansongd.core.events import Event, NoticeRaised, NoticeWithdrawn
-from swansongd.sources.base import Clocks
 from swansongd.sources.command import FIELDS, CommandSource, parse
+from swansongd.sources.source import Clocks
 
 from testkit.strategies import json_values
 from testkit.waiting import until

@@ -17,13 +17,13 @@ from swansongd.observe.health import HealthTracker
 from swansongd.sources.aws import AwsSpotSource, parse_instance_action
 from swansongd.sources.aws_events import AwsAsgSource, AwsRebalanceSource, AwsScheduledSource
 from swansongd.sources.azure import AzureDeletionSource, AzureScheduledSource
-from swansongd.sources.base import must_post
 from swansongd.sources.detect import detect_cloud
 from swansongd.sources.gcp import GcpPreemptedSource
 from swansongd.sources.gcp_events import GcpMaintenanceSource, GcpStopSource, GcpUpcomingSource
 from swansongd.sources.metadata import Backoff, MetadataClient, MetadataResponse, shortened, watch
-from swansongd.sources.opening import open_sources, unknown_firmware
 from swansongd.sources.polled import ClockReading
+from swansongd.sources.selection import open_sources, unknown_firmware
+from swansongd.sources.source import must_post
 
 from testkit.staged import Clock
 from testkit.story import a_notice

@@ -13,9 +13,9 @@ from swansong_bucket.config.values import InvalidValue, utc_instant
 from swansong_bucket.model import DeadlineQuality, Health, Notice, Severity
 from swansongd.config.config import DeadlineConfig, SourcesConfig
 from swansongd.core.events import Event, NoticeRaised, NoticeWithdrawn, SourceChanged
-from swansongd.sources.base import Clocks
 from swansongd.sources.fixed import DeadlineSource
-from swansongd.sources.opening import open_sources
+from swansongd.sources.selection import open_sources
+from swansongd.sources.source import Clocks
 
 END = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
 

@@ -14,7 +14,7 @@ from swansong import layout, openat
 from swansong._log import log
 from swansong._ranks.agreement import Ranks
 from swansong.layout import RankManifest
-from swansong.state import Arrivals, Snapshots
+from swansong.rank_files import Arrivals, Snapshots
 
 
 class RestoreError(Exception):

@@ -25,7 +25,7 @@ from typing import Any
 from swansong import bounds
 from swansong._log import log
 from swansong.protocol import Compared, Digested, Message, Redone, RedoneQuery
-from swansong.state import Snapshots, pack, take_generators
+from swansong.rank_files import Snapshots, pack, take_generators
 
 Part = str | Callable[[], str | None] | None
 """A part of a digest, or the function that computes it in another thread; None: it is unknown."""

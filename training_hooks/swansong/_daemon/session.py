@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from swansong import openat, protocol
 from swansong._checkpoint.redone import RedoneSteps
-from swansong._checkpoint.restore import RestoreClient
+from swansong._checkpoint.restore_query import RestoreClient
 from swansong._checkpoint.staging import remove_leftovers
-from swansong._daemon.channel import Channel, socket_path
+from swansong._daemon.daemon_channel import Channel, socket_path
 from swansong._log import log
 from swansong._ranks.agreement import Agreement, Ranks
 from swansong._ranks.choice import RestoreChoice

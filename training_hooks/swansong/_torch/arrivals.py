@@ -35,8 +35,8 @@ class ArrivedTensors:
     Args:
         objects: of the training state, by name.
         ranks: position of this process.
-        reads: see :class:`swansong.state.Arrivals`.
-        prefixes: see :class:`swansong.state.Arrivals`.
+        reads: see :class:`swansong.rank_files.Arrivals`.
+        prefixes: see :class:`swansong.rank_files.Arrivals`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ArrivedTensors:
         self._waiting: dict[str, int] = {}
 
     def take(self, path: str, fd: int) -> None:
-        """Read the tensors of a file into place; see :class:`swansong.state.Arrivals`."""
+        """Read the tensors of a file into place; see :class:`swansong.rank_files.Arrivals`."""
         directory, _, name = path.partition("/")
         rank = rank_of_directory(directory)
         is_read = fd >= 0 and (not self.reads or rank in self.reads)
@@ -91,11 +91,11 @@ class ArrivedTensors:
             _close(self._waiting.popitem()[1])
 
     def read_all(self) -> None:
-        """See :class:`swansong.state.Arrivals`."""
+        """See :class:`swansong.rank_files.Arrivals`."""
         self.reads, self.prefixes, self._checked = (), (), None
 
     def lacks(self, directory: Path) -> bool:
-        """See :class:`swansong.state.Arrivals`."""
+        """See :class:`swansong.rank_files.Arrivals`."""
         found = CheckpointSet(directory, reads=self.reads)
         if found.lost or found.world_size != self._world_size:
             return True

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from swansong._torch.changes import steps_of
+from swansong._torch.change_counts import steps_of
 from swansong._torch.kinds import modules_of, of_kind, optimizers_of
 from swansong._torch.loader import ResumableLoader
 from swansong._torch.sharding import is_sharded

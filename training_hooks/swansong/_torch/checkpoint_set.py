@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from swansong._checkpoint.restore import REPORT_EVERY_S
+from swansong._checkpoint.restore_query import REPORT_EVERY_S
 from swansong._log import log
 from swansong._torch.index import INDEX, decode_index
 from swansong._torch.parallel import run

@@ -18,7 +18,7 @@ from swansong._ranks.agreement import Ranks
 from swansong._torch.arena import TensorPiece
 from swansong._torch.safetensors import DTYPE_NAMES
 from swansong._torch.sharding import is_sharded, is_written_here, own_part, ranks_of_lost_parts
-from swansong.state import encode_tree
+from swansong.rank_files import encode_tree
 
 SPLIT_BYTES = 2**20
 """Smallest tensor, of those that all ranks hold alike, that is split among the ranks."""
@@ -58,7 +58,7 @@ class Collector:
         self._seen: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, path: str, *, may_be_sharded: bool = True) -> Any:
-        """Encode ``value`` for the index; see :func:`swansong.state.encode_tree`.
+        """Encode ``value`` for the index; see :func:`swansong.rank_files.encode_tree`.
 
         Args:
             value: a tree.

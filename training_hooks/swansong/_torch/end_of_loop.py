@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from swansong._log import log
-from swansong._torch.changes import steps_of, version
+from swansong._torch.change_counts import steps_of, version
 from swansong._torch.kinds import of_kind, optimizers_of
 from swansong._torch.loader import ResumableLoader
 from swansong._torch.objects import params_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from swansong.state import RandomSource
+from swansong.rank_files import RandomSource
 
 MOST_ITEMS = 64
 """Length of the longest list in which generators are searched; a longer one contains data."""

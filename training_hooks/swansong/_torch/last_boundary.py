@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from swansong._torch.changes import count_of, shows_changes
+from swansong._torch.change_counts import count_of, shows_changes
 from swansong._torch.kinds import Hooked, gpus_of, of_kind, optimizers_of
 from swansong._torch.loader import ResumableLoader
-from swansong.state import RandomSource
+from swansong.rank_files import RandomSource
 
 MOST_BYTES = 2**20
 """Largest size of the buffers that are copied at each ``guard.step()``."""

@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from swansong._log import log
-from swansong._torch.changes import version
+from swansong._torch.change_counts import version
 from swansong._torch.generators import find_generators
 from swansong._torch.loop_names import names_of_loop
-from swansong.state import pack, set_generators, take_generators, unpack
+from swansong.rank_files import pack, set_generators, take_generators, unpack
 
 _WRAPPED = ("base_dataloader", "_dataloader", "dataloader", "loader")
 """Attributes with the wrapped ``DataLoader``, in accelerate, Fabric and timm."""

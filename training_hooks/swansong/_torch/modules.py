@@ -27,7 +27,7 @@ _WRAPPERS = {
     "lightning_fabric.wrappers._FabricOptimizer": "optimizer",
     "lightning.pytorch.core.optimizer.LightningOptimizer": "optimizer",
     "pytorch_lightning.core.optimizer.LightningOptimizer": "optimizer",
-    "swansong.state.RandomSource": "item",
+    "swansong.rank_files.RandomSource": "item",
 }
 """By class, the attribute with the wrapped object.  Names of classes, because an import of them is slow."""
 _attributes: dict[type, str | None] = {}

@@ -14,7 +14,7 @@ from swansong._torch.collector import Collector
 from swansong._torch.index import INDEX
 from swansong._torch.modules import load_module, state_of_module
 from swansong._torch.sharding import is_sharded
-from swansong.state import decode_tree, encode_tree
+from swansong.rank_files import decode_tree, encode_tree
 
 OTHERS = "others"
 """Name of the files with the tensors of all objects that are neither module nor optimizer."""

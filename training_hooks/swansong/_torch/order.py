@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from swansong._log import log
-from swansong._torch.changes import count_of
+from swansong._torch.change_counts import count_of
 from swansong._torch.kinds import Hooked, optimizers_of
 
 INTERVALS = 3

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter
 
 from swansong._log import log
-from swansong._torch.changes import count_of, stepped_optimizers, version
+from swansong._torch.change_counts import count_of, stepped_optimizers, version
 from swansong._torch.loader import Rest, ResumableLoader, find_data_loader
 from swansong._torch.modules import unwrap
 from swansong._torch.sharding import is_sharded

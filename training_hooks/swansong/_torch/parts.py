@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from swansong import layout
-from swansong.state import Snapshots
+from swansong.rank_files import Snapshots
 
 
 class Parts:

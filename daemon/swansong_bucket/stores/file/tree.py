@@ -22,7 +22,7 @@ from swansong.bounds import BoundsError
 from swansong.openat import FILE, has_acl, held, open_directory
 
 from swansong_bucket.errors import NotFound, Permanent, Transient
-from swansong_bucket.stores.file import mounts
+from swansong_bucket.stores.file import mount_points
 from swansong_bucket.stores.file.io import Modes, classified, new_file, opened_or_made, write_all
 
 MARKER = ".swansong-store.json"
@@ -134,7 +134,7 @@ class Tree:
             if not facts:
                 if self.store_id:
                     raise self._is_gone(f"{self.root} does not contain {MARKER}")
-                missing = mounts.missing_mount(self.root)
+                missing = mount_points.missing_mount(self.root)
                 if missing is not None:
                     raise Permanent(
                         f"nothing is mounted at {missing}, and store.url is below it",

@@ -19,9 +19,9 @@ from swansongd.observe.status import DaemonStatus, VerdictStatus
 
 from swansong_tools.commands.view import countdown
 from swansong_tools.commands.view.countdown import Countdown, countdowns
-from swansong_tools.commands.view.history import PollHistory, sparkline
 from swansong_tools.commands.view.once import listings
 from swansong_tools.commands.view.poller import Poll
+from swansong_tools.commands.view.recent import PollHistory, sparkline
 from swansong_tools.commands.view.rows import Row, newer_generation, phrases_of, progress_of, rows
 from swansong_tools.units import human_bytes, human_s
 

@@ -15,7 +15,7 @@ from typing import Self
 from swansong_bucket.errors import Unreachable
 from swansongd.observe.status import DaemonStatus
 
-from swansong_tools.commands.client import DaemonClient
+from swansong_tools.commands.daemon_client import DaemonClient
 
 
 @dataclass(frozen=True, slots=True)

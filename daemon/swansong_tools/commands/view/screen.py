@@ -14,9 +14,9 @@ from rich.console import ConsoleDimensions
 from rich.live import Live
 
 from swansong_tools.commands.terminal import console
-from swansong_tools.commands.view.history import PollHistory
 from swansong_tools.commands.view.live import Canvas, Frame, view
 from swansong_tools.commands.view.poller import Display, Poll
+from swansong_tools.commands.view.recent import PollHistory
 
 _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
 """A character of a status may be wider than expected: the terminal then cuts its line."""

@@ -18,7 +18,7 @@ from swansong_bucket.util.threads import lasting_thread
 
 from swansongd.config.notify import NotifyConfig
 from swansongd.notifications.outbox import Outbox
-from swansongd.notifications.record import SentNotifications
+from swansongd.notifications.sent import SentNotifications
 from swansongd.observe.notifications import Notification, NotificationKind, Origin, fields
 from swansongd.util.rates import TokenBucket
 

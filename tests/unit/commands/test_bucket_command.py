@@ -6,7 +6,7 @@ from __future__ import annotations
 import signal
 import threading
 
-from swansong_tools.commands.opening import stop_on_signals
+from swansong_tools.commands.bucket_command import stop_on_signals
 
 
 def test_a_signal_ends_a_command_that_handles_the_one_before() -> None:

@@ -17,8 +17,8 @@ from swansongd import __version__
 from swansongd.observe.families import Sheet, counter, gauge
 
 from swansong_tools.exporter.figures import MirrorLag, RunFigures
-from swansong_tools.exporter.health import ReadHealth
-from swansong_tools.exporter.reader import StoreReader
+from swansong_tools.exporter.own_health import ReadHealth
+from swansong_tools.exporter.readings import StoreReader
 
 _VM = {False: "new", True: "same"}
 _DRILL = {False: "no", True: "yes"}

@@ -13,8 +13,8 @@ from swansong_bucket.loss_records import NoticeRecord
 from swansong_bucket.model import PEER_SOURCE, Verdict, merged_health
 from swansong_bucket.runs.history import RunHistory
 from swansong_tools.economics import loss as losses
-from swansong_tools.report import facts
-from swansong_tools.report.facts import Story, comparisons, sentences, stories
+from swansong_tools.report import run_report
+from swansong_tools.report.run_report import Story, comparisons, sentences, stories
 
 from testkit import past_run
 
@@ -97,7 +97,7 @@ def test_the_comparison_of_repeated_steps_is_told(
         replace(commit, health=health) if commit.ref.generation == 3 else commit
         for commit in past.commits.commits
     )
-    told = facts.report(
+    told = run_report.report(
         replace(past, commits=replace(past.commits, commits=compared)),
         run="r",
         store_url="",
@@ -124,18 +124,20 @@ def test_the_report_begins_with_what_happened_its_cost_and_what_to_do(past: RunH
         "store_url": "s3://b",
         "written_wall_s": past_run.BEGUN_S + 50000,
     }
-    assert facts.summary(facts.report(past, amounts={facts.LOST: "7.10 USD"}, **fields)) == (
+    assert run_report.summary(
+        run_report.report(past, amounts={run_report.LOST: "7.10 USD"}, **fields)
+    ) == (
         "2 evacuations: 1 PARTIAL, 1 SAFE. 2 interruptions cost 31 h 33 min of GPU time (7.10 USD). "
         "The largest part is time without a VM, 28 h 57 min: "
         "order the next VM at the notice, or in more zones."
     )
     first, last = past.evacuations.evacuations
     lost = replace(past.evacuations, evacuations=(first, replace(last, verdict=Verdict.LOST)))
-    assert "First find out why the run has no whole commit" in facts.summary(
-        facts.report(replace(past, evacuations=lost), **fields)
+    assert "First find out why the run has no whole commit" in run_report.summary(
+        run_report.report(replace(past, evacuations=lost), **fields)
     )
     unhurt = replace(past, lives=replace(past.lives, lives=()))
-    assert "nothing to do" in facts.summary(facts.report(unhurt, **fields))
+    assert "nothing to do" in run_report.summary(run_report.report(unhurt, **fields))
 
 
 def test_a_verdict_has_the_time_at_which_it_was_reached(past: RunHistory) -> None:
@@ -168,7 +170,9 @@ def test_the_vms_of_a_job_are_told_apart(past: RunHistory) -> None:
     own = past.evacuations.evacuations[1]
     peer = replace(own, node=1, notices=(NoticeRecord(PEER_SOURCE, "checkpoint"),))
     both = replace(past.evacuations, evacuations=(own, peer))
-    made = facts.report(replace(past, evacuations=both), run="r", store_url="", written_wall_s=0.0)
+    made = run_report.report(
+        replace(past, evacuations=both), run="r", store_url="", written_wall_s=0.0
+    )
     assert {made.vm_of(story) for story in made.stories} == {"node 0", "node 1"}
     said = {story.recorded.node: next(sentences(story)) for story in made.stories}
     assert "another VM of the job has it" in said[1]

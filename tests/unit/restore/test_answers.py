@@ -25,7 +25,7 @@ from swansong_bucket.stores.file.store import FileStore
 from swansongd.core.events import Event, RolledBack
 from swansongd.restore import downloads
 from swansongd.restore import resume as resume_module
-from swansongd.restore.resume import BUDGET_S
+from swansongd.restore.answers import BUDGET_S
 
 from testkit import committed
 from testkit.memory_store import MemoryStore

@@ -24,7 +24,7 @@ from swansong._ranks.job_store import (
 from swansong._ranks.survivors import Survivors, agree, named
 from swansong.layout import RankManifest
 from swansong.protocol import Failed, Welcome
-from swansong.state import Snapshots
+from swansong.rank_files import Snapshots
 
 CONNECT_LIMIT_S = 5.0
 """Longest wait for the job's store, which may have ended with a lost VM."""

@@ -20,7 +20,7 @@ from swansong._lightning import pl
 from swansong._lightning.logged import set_logged, take_logged
 from swansong._torch.digests import sum_of_bits
 from swansong._torch.sharding import local
-from swansong.state import set_generators, take_generators
+from swansong.rank_files import set_generators, take_generators
 from swansong.torch import ResumableLoader, TrainingState
 
 _SWA = "StochasticWeightAveraging"

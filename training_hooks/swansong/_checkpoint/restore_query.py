@@ -17,7 +17,7 @@ from swansong._checkpoint.load import RestoreError, lacks
 from swansong._log import log
 from swansong._ranks.choice import Choice, Outcome, RestoreChoice
 from swansong._ranks.start import TrainingStart
-from swansong.state import Arrivals
+from swansong.rank_files import Arrivals
 
 PATIENCE_S = 120.0
 """Longest time of a restore without any progress, and of its wait for the id of the start."""

@@ -16,7 +16,7 @@ from swansong_bucket.runs import catalog
 from swansong_bucket.stores.wrappers.retry import Retrying
 from swansong_bucket.util.threads import Worker
 
-from swansongd.observe.redone import Digests, RedoneWatch
+from swansongd.observe.step_digests import Digests, RedoneWatch
 from swansongd.restore.context import RestoreContext
 from swansongd.trainers.admission import Reply
 

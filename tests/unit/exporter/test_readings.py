@@ -24,11 +24,11 @@ from swansong_bucket.runs.run import Run
 from swansong_bucket.runs.signing import signed
 from swansong_tools.economics.cost import Prices
 from swansong_tools.economics.loss import loss
-from swansong_tools.exporter import reader
+from swansong_tools.exporter import readings
 from swansong_tools.exporter import run as run_reader
-from swansong_tools.exporter.health import ReadHealth, ReadOnly, StoreReading
-from swansong_tools.exporter.metrics import ExporterCollector
-from swansong_tools.exporter.reader import StoreReader
+from swansong_tools.exporter.own_health import ReadHealth, ReadOnly, StoreReading
+from swansong_tools.exporter.readings import StoreReader
+from swansong_tools.exporter.run_metrics import ExporterCollector
 from swansongd.observe.exposition import registry_of
 
 from testkit import committed
@@ -240,7 +240,7 @@ def failing(prefix: str, error: Callable[[], Exception]) -> Callable[[str, str],
 
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swansong_tools.exporter.health._CALL_BUDGET_S", 0.05)
+    monkeypatch.setattr("swansong_tools.exporter.own_health._CALL_BUDGET_S", 0.05)
 
 
 @pytest.mark.fault("OX02")
@@ -279,7 +279,7 @@ def test_a_refused_run_hides_no_other_run(store: MemoryStore) -> None:
     assert not rig.read(after_s=60.0)
     assert "other/commits/" not in {key for _, key in store.requests}
     store.before = lambda *_: None
-    assert rig.read(after_s=reader.REFUSED_S)
+    assert rig.read(after_s=readings.REFUSED_S)
     assert rig.metrics()["swansong_run_last_commit_step", ("other",)] == 100
 
 
@@ -533,7 +533,7 @@ def test_too_many_records_leave_the_oldest(
 
 @pytest.mark.fault("OX03")
 def test_too_many_folders_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "FOLDERS_MAX", 20)
+    monkeypatch.setattr(readings, "FOLDERS_MAX", 20)
     store = MemoryStore()
     for number in range(100):
         store.objects[f"f{number:03d}/x"] = b""
@@ -613,7 +613,7 @@ def test_a_named_run_may_begin_later(store: MemoryStore) -> None:
     assert [each.run for each in rig.reader.figures()] == ["new"]
     assert other.read(after_s=60.0)
     assert [each.run for each in other.reader.figures()] == ["r"]
-    assert other.read(after_s=reader.FOLDER_S)
+    assert other.read(after_s=readings.FOLDER_S)
     assert {each.run for each in other.reader.figures()} == {"r", "new"}
 
 

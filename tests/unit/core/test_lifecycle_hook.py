@@ -5,29 +5,29 @@ from __future__ import annotations
 
 import pytest
 from swansong_bucket.model import CommitRef, Verdict
-from swansongd.core import lifecycle
+from swansongd.core import lifecycle_hook
 from swansongd.core.arrival import RECONNECT_S
-from swansongd.core.lifecycle import ASG_SOURCE
+from swansongd.core.lifecycle_hook import ASG_SOURCE
 
 from testkit.story import Story
 
 
 def test_heartbeats_last_from_the_notice_to_the_verdict() -> None:
     story = Story()
-    assert not lifecycle.needs_heartbeat(story.state)
+    assert not lifecycle_hook.needs_heartbeat(story.state)
     story.wait(RECONNECT_S)
     story.notice(source=ASG_SOURCE)
-    assert lifecycle.needs_heartbeat(story.state)
+    assert lifecycle_hook.needs_heartbeat(story.state)
     story.scan()
     assert story.verdicts
-    assert not lifecycle.needs_heartbeat(story.state)
+    assert not lifecycle_hook.needs_heartbeat(story.state)
 
 
 def test_the_notice_of_another_source_concerns_no_hook() -> None:
     story = Story(newest=CommitRef(1, 5))
     story.notice(source="aws.spot")
-    assert not lifecycle.needs_heartbeat(story.state)
-    assert not lifecycle.is_complete(story.state, Verdict.SAFE)
+    assert not lifecycle_hook.needs_heartbeat(story.state)
+    assert not lifecycle_hook.is_complete(story.state, Verdict.SAFE)
 
 
 @pytest.mark.parametrize(
@@ -46,4 +46,4 @@ def test_a_verdict_completes_the_hook_unless_nothing_is_committed(
     """Without a commit the remaining time may still bring one, if there is training."""
     story = Story(newest=newest)
     story.notice(source=ASG_SOURCE)
-    assert lifecycle.is_complete(story.state, verdict) is is_complete
+    assert lifecycle_hook.is_complete(story.state, verdict) is is_complete

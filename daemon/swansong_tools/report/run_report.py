@@ -16,8 +16,8 @@ from swansong_bucket.runs.history import RunHistory, last_evacuation
 
 from swansong_tools.economics import loss as losses
 from swansong_tools.economics.loss import Interruption, Loss
-from swansong_tools.report.course import course, decided_s, first_entry, is_of_peer, number_in
-from swansong_tools.report.layout import Picture, picture
+from swansong_tools.report.lanes import course, decided_s, first_entry, is_of_peer, number_in
+from swansong_tools.report.positions import Picture, picture
 from swansong_tools.units import counted, human_span, second
 
 _MEANING = {

@@ -17,7 +17,6 @@ from swansongd.sources.aws import AwsSpotSource, ImdsSession
 from swansongd.sources.aws_events import AwsAsgSource, AwsRebalanceSource, AwsScheduledSource
 from swansongd.sources.azure import NOTICE_S as AZURE_NOTICE_S
 from swansongd.sources.azure import AzureDeletionSource, AzureScheduledSource
-from swansongd.sources.base import Clocks, Source
 from swansongd.sources.command import CommandSource
 from swansongd.sources.detect import DMI_DIRECTORY, describe_firmware, detect_cloud, has_nvml
 from swansongd.sources.fixed import DeadlineSource, end_after, end_at
@@ -32,6 +31,7 @@ from swansongd.sources.gcp_events import (
 )
 from swansongd.sources.metadata import DEFAULT_URL
 from swansongd.sources.polled import PollOptions
+from swansongd.sources.source import Clocks, Source
 
 _SCHEDULED_POLLS = 10
 """Scheduled events are announced minutes to days ahead: their source polls once in this many intervals."""

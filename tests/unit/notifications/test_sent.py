@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
-from swansongd.notifications import record as records
 from swansongd.notifications import secret_files
-from swansongd.notifications.record import SentNotifications
+from swansongd.notifications import sent as records
 from swansongd.notifications.secret_files import UnusableSecret
+from swansongd.notifications.sent import SentNotifications
 
 
 def test_the_record_survives_the_daemon_and_not_the_boot(own_fd: int) -> None:

@@ -21,8 +21,8 @@ from swansong_bucket.util.threads import lasting_thread, parallel
 
 from swansong_tools.economics.cost import Prices
 from swansong_tools.exporter.figures import RunFigures
-from swansong_tools.exporter.health import ReadOnly, StoreReading
-from swansong_tools.exporter.run import RunReader
+from swansong_tools.exporter.own_health import ReadOnly, StoreReading
+from swansong_tools.exporter.run_figures import RunReader
 
 RUNS_AT_ONCE = 4
 FOLDERS_MAX = 10_000

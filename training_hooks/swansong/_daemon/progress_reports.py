@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from swansong._checkpoint.health import LossMonitor
 from swansong._checkpoint.saver import SaveCost
+from swansong._checkpoint.training_health import LossMonitor
 from swansong._log import log
 from swansong._ranks.start import TrainingStart
 from swansong.protocol import Message, Progress

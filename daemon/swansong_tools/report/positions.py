@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from swansong_tools.report.axis import Axis, axis
-from swansong_tools.report.course import Course, Lane, Moment, Rate
+from swansong_tools.report.lanes import Course, Lane, Moment, Rate
 from swansong_tools.units import human_span
 
 BAR_WIDTH_MIN = 0.006

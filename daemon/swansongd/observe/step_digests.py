@@ -2,7 +2,7 @@
 """Keeps the digests of steps that ranks report, and the results of their comparisons.
 
 The digests go into the farewell.  A trainer that resumes asks for the digests of the start that it continues:
-:mod:`swansongd.restore.redone` answers.  No decision depends on them.
+:mod:`swansongd.restore.digests_query` answers.  No decision depends on them.
 """
 
 from __future__ import annotations
