@@ -124,7 +124,7 @@ class PacedVm(Story):
         whole = a_set(self.step, f"n{self.step}", request_id=request_id)
         size = physics.size_bytes // physics.files
         files = tuple(
-            replace(whole.files[0], path=f"rank-00000/{i}.bin", inode=i, size_bytes=size)
+            whole.files[0]._replace(path=f"rank-00000/{i}.bin", inode=i, size_bytes=size)
             for i in range(physics.files)
         )
         return replace(whole, files=files)

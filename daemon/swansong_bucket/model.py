@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum, StrEnum
 from functools import cached_property, total_ordering
-from typing import Any
+from typing import Any, NamedTuple
 
 from swansong.fields import PROCESS_PREFIX
 
@@ -325,9 +325,11 @@ class CheckpointId:
         return f"{self.step}.{self.nonce}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagedFile:
-    """One file of a sealed set at the time of the scan.  Any later difference voids the set."""
+class StagedFile(NamedTuple):
+    """One file of a sealed set at the time of the scan.  Any later difference voids the set.
+
+    A tuple: a set has thousands, which are hashed and compared often.
+    """
 
     path: str
     """Relative to the directory of the set, with ``/``."""

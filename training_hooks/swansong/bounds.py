@@ -58,6 +58,7 @@ JSON_VALUES_MAX = 500_000
 _NAME_CHARS = "letters, digits, space and _ + = @ , . -"
 _NOT_IN_PATHS = re.compile(r"[^A-Za-z0-9_+=@,. /-]")
 _ID = re.compile(r"[A-Za-z0-9_.:/~@+-]*")
+_RESERVED = frozenset(("", ".", ".."))
 _STEP_DIGEST = re.compile(
     r"[0-9]{1,12}( [a-z]{1,16}(\.[A-Za-z0-9_]{1,64})?=[a-z0-9.+-]{1,32}){0,16}"
 )
@@ -177,7 +178,7 @@ def _path_problem(path: str) -> str:
         )
     if longest > NAME_CHARS_MAX:
         return f"has a name of {longest} characters; the limit is {NAME_CHARS_MAX}: shorten it"
-    for reserved in {"", ".", ".."}.intersection(names):
+    for reserved in _RESERVED.intersection(names):
         return f"has the name {reserved!r}, which is reserved: use another one"
     if wrong:
         return f"has the character {wrong[0]!r}, which is not allowed: use {_NAME_CHARS}"

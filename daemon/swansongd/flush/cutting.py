@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from swansong_bucket.model import CHUNK_BYTES_MAX, StagedFile
 
@@ -20,8 +21,7 @@ FILE_CHUNKS_MAX = 4096
 """Larger files have larger chunks, so that the manifest of 1 TB stays below 10 MB."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A range of a staged file; it lies within one chunk."""
 
     file: StagedFile

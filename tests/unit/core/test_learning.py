@@ -100,7 +100,7 @@ def test_early_shards_in_the_buffers_of_the_kernel_do_not_make_the_link_appear_s
     story.accept(41)
     growing = replace(a_set(42, "emg", request_id=story.request_id), directory="42.partial")
     file = growing.files[0]
-    story.scan(growing=(replace(growing, files=(replace(file, size_bytes=30 * MIB),)),))
+    story.scan(growing=(replace(growing, files=(file._replace(size_bytes=30 * MIB),)),))
     early = story.flight
     story.now += 1.0
     story.tell(FlushProgress(early.flush_id, 0, 30 * MIB))

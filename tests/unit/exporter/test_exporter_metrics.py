@@ -13,7 +13,7 @@ from testkit.lost_vms import a_run
 from testkit.memory_store import MemoryStore
 from testkit.prometheus import check_metrics
 
-from .test_reader import Rig, a_mirror
+from .test_readings import Rig, a_mirror
 
 
 def collector() -> ExporterCollector:

@@ -24,8 +24,7 @@ from swansong_bucket.runs.run import Run
 from swansong_bucket.runs.signing import signed
 from swansong_tools.economics.cost import Prices
 from swansong_tools.economics.loss import loss
-from swansong_tools.exporter import readings
-from swansong_tools.exporter import run as run_reader
+from swansong_tools.exporter import readings, run_figures
 from swansong_tools.exporter.own_health import ReadHealth, ReadOnly, StoreReading
 from swansong_tools.exporter.readings import StoreReader
 from swansong_tools.exporter.run_metrics import ExporterCollector
@@ -518,7 +517,7 @@ def test_too_many_records_leave_the_oldest(
 ) -> None:
     """A counter never falls because of new records."""
     good = counters(metrics_of(store))
-    monkeypatch.setattr(run_reader, "RECORDS_MAX", 3)
+    monkeypatch.setattr(run_figures, "RECORDS_MAX", 3)
     for number in range(10):
         farewell(store, 3, 160, BEGUN_S + 1200 + number, over=False, stamp=f"x{number}")
         committed.commit(store, {"a": b"1"}, generation=3, step=200 + number)

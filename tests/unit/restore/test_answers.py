@@ -23,8 +23,7 @@ from swansong_bucket.runs.signing import signed
 from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.stores.file.store import FileStore
 from swansongd.core.events import Event, RolledBack
-from swansongd.restore import downloads
-from swansongd.restore import resume as resume_module
+from swansongd.restore import answers, downloads
 from swansongd.restore.answers import BUDGET_S
 
 from testkit import committed
@@ -379,7 +378,7 @@ def test_one_thread_and_a_bounded_queue_answer_all_queries(vm: Vm) -> None:
     vm.commit(100)
     threads = threading.active_count()
     held = RestoreQuery("held", generation=1, step=100, start_id="never begins")
-    for _ in range(resume_module.QUERIES_MAX):
+    for _ in range(answers.QUERIES_MAX):
         vm.ask(held)
     answer = vm.ask(RestoreQuery("one too many")).answer()
     assert (answer.query_id, "wait already" in answer.error) == ("one too many", True)

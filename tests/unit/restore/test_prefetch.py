@@ -452,7 +452,7 @@ class Job:
     def had_rank(self, rank: int) -> None:
         """An earlier set in staging has the files of this rank."""
         made = a_set(90, nodes=self.NODES)
-        mine = tuple(replace(file, path=f"rank-{rank:05d}/w.bin") for file in made.files)
+        mine = tuple(file._replace(path=f"rank-{rank:05d}/w.bin") for file in made.files)
         self.vm.story.staging = [replace(made, files=mine)]
         self.vm.story.scan()
 

@@ -198,7 +198,7 @@ def test_open_stays_inside_the_set(run: Path) -> None:
     outside = write_files(run.parent / "outside", {"b": b"22"})
     for path in ("../outside/b", "/etc/passwd", "dir/../a", "", ".", "dir//b"):
         with pytest.raises(StagingError):
-            scan.open_file(run, "set", replace(file, path=path))
+            scan.open_file(run, "set", file._replace(path=path))
     for directory in ("..", ".", "", "a/b", "/etc", "set/dir"):
         with pytest.raises(StagingError):
             scan.open_file(run, directory, file)
@@ -210,7 +210,7 @@ def test_open_stays_inside_the_set(run: Path) -> None:
         scan.open_file(run, "set", file)
     os.mkfifo(run / "set" / "fifo")
     with pytest.raises(StagingError):
-        scan.open_file(run, "set", replace(file, path="fifo"))
+        scan.open_file(run, "set", file._replace(path="fifo"))
     fifo = os.stat(run / "set" / "fifo")
     itself = StagedFile(path="fifo", size_bytes=0, mtime_ns=fifo.st_mtime_ns, inode=fifo.st_ino)
     with pytest.raises(StagingError, match="FIFO"):
