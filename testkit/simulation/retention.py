@@ -191,7 +191,7 @@ def load_each(
 
 def code(mutation: Mutation | None = None) -> Any:
     """The function ``prune``, of modules of its own, one of them perhaps mutated."""
-    below = ("runs.pins", "retention.retention", "retention.survey", "retention.prune")
+    below = ("runs.pins", "retention.rules", "retention.survey", "retention.prune")
     names = [f"swansong_bucket.{name}" for name in below]
     saved = {name: sys.modules[name] for name in names if name in sys.modules}
     made: dict[str, ModuleType] = {}

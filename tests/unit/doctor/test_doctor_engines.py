@@ -73,7 +73,7 @@ def test_staging_in_the_layer_of_a_container(
 ) -> None:
     """A volume is needed; a disk or an emptyDir has no finding."""
     table = parsed(f"1 0 0:5 / / rw - {kind} none rw\n")
-    monkeypatch.setattr(engines.mounts, "mounted", lambda: table)
+    monkeypatch.setattr(engines.mount_points, "mounted", lambda: table)
     assert ("staging volume" in findings(installation())) == is_warned
 
 

@@ -45,7 +45,7 @@ OF_PATHS = {
 TRUSTED = {
     ("local_sets.py", "is_dir"): "only asks whether the run has a staging directory",
     ("downloads.py", "is_dir"): "only asks whether the path of a result is still there",
-    ("resume.py", "is_dir"): "only asks whether the path of an answer is still there",
+    ("answers.py", "is_dir"): "only asks whether the path of an answer is still there",
     ("seal.py", "stat"): "only asks whether the path leads to the open directory",
     ("shared_link.py", "open"): "only the daemons may write to their runtime directory",
     ("target.py", "makedirs"): "the operator names the destination of swansong restore",

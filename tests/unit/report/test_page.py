@@ -204,7 +204,7 @@ def test_hostile_texts_stay_texts(
             interruptions=(interruption,),
         )
     past = replace(EMPTY, evacuations=Evacuations(evacuations=tuple(recorded)))
-    told = evacuations.stories(past, loss)
+    told = run_report.stories(past, loss)
     report = RunReport(
         run=run,
         store_url=MARKUP,
