@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -30,7 +31,7 @@ from swansongd.trainers.admission import (
 from testkit.as_user import as_user
 from testkit.channel_peer import Client, PeerProcess, RunningChannel
 from testkit.other_users import needs_root
-from testkit.waiting import until
+from testkit.waiting import Clock, until
 
 TRAINER, OTHER_TRAINER = 65534, 65533
 
@@ -201,11 +202,37 @@ def test_a_silent_connection_is_closed_and_a_querying_one_is_not(
         assert rank.receive() == protocol.Committed(1, 2)  # a rank may be silent forever
 
 
+@pytest.mark.fault("S12")
+def test_a_hello_that_the_daemon_reads_late_was_sent_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread does not run for a minute: its time does not count as the silence of a peer."""
+    clock = Clock()
+    monkeypatch.setattr(channel, "time", clock)
+    monkeypatch.setattr(channel, "_SWEEP_S", 0.05)
+    with RunningChannel(answer=answer_status) as running, running.connect() as client:
+        client.send(protocol.StatusQuery())
+        client.receive()
+        select = running.channel._selector.select
+        has_paused = threading.Event()
+
+        def select_then_pause(timeout_s: float | None) -> Any:
+            ready = select(timeout_s)
+            if not ready and not has_paused.is_set():
+                client.send(protocol.Hello("r1"))
+                clock.advance(60.0)
+                has_paused.set()
+            return ready
+
+        monkeypatch.setattr(running.channel._selector, "select", select_then_pause)
+        assert isinstance(client.receive(), protocol.Welcome)
+        assert has_paused.is_set()
+
+
 @needs_root
 def test_the_restore_unit_asks_without_a_hello(monkeypatch: pytest.MonkeyPatch) -> None:
     """The daemon's own user waits for an answer without a hello, longer than a silent connection may.
     Another user is refused."""
-    monkeypatch.setattr(channel, "HELLO_LIMIT_S", 0.1)
     monkeypatch.setattr(channel, "_SWEEP_S", 0.05)
     restores = Restores()
 
@@ -219,6 +246,8 @@ def test_the_restore_unit_asks_without_a_hello(monkeypatch: pytest.MonkeyPatch) 
         assert as_user(TRAINER, ask_as_a_trainer) == "Refused"
         with running.connect() as unit, running.connect() as silent:
             unit.send(protocol.RestoreQuery("k"))
+            until(lambda: "k" in restores.asked, what="the query")
+            monkeypatch.setattr(channel, "HELLO_LIMIT_S", 0.1)
             assert silent.refusal()  # later than the limit of the unit
             restores.asked["k"](protocol.Restored("k", path="/x"))
             assert unit.receive() == protocol.Restored("k", path="/x")

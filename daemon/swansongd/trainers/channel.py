@@ -205,9 +205,10 @@ class TrainerChannel:
 
     def _serve(self) -> None:
         while not self._is_closing:
+            began_mono_s = time.monotonic()
             for key, mask in self._selector.select(self._pause_s()):
                 key.data(mask)
-            self._drop_silent()
+            self._drop_silent(began_mono_s)
         self._run_commands()
         for connection in [*self._connections.values(), *self._lingering.values()]:
             connection.close(None if connection.has_joined else self._last_message)
@@ -236,9 +237,12 @@ class TrainerChannel:
             self._accept_again_mono_s = None
         return pause_s
 
-    def _drop_silent(self) -> None:
-        """Close connections without a hello in time, to make room for others."""
-        now = time.monotonic()
+    def _drop_silent(self, now: float) -> None:
+        """Close connections without a hello in time, to make room for others.
+
+        Args:
+            now: no connection has an unread message that was sent before.
+        """
         if now - self._swept_mono_s < _SWEEP_S:
             return
         self._swept_mono_s = now
