@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any, Self
 
 import pytest
@@ -20,6 +21,7 @@ class SourceRun:
 
     def __init__(self, source: Source) -> None:
         self.events: list[Event] = []
+        self.began_mono_s = 0.0
         self.stop = threading.Event()
         self.thread = threading.Thread(
             target=source.run, args=(self.events.append, self.stop), daemon=True
@@ -60,7 +62,13 @@ class SourceRun:
         assert len(self.withdrawals) == number
         return self.withdrawals[-1]
 
+    def leaves(self, seconds: float) -> bool:
+        """Whether the deadline is this long after the newest notice was seen, between the start and now."""
+        deadline_mono_s = self.notices[-1].deadline_mono_s
+        return self.began_mono_s + seconds <= deadline_mono_s <= time.monotonic() + seconds
+
     def __enter__(self) -> Self:
+        self.began_mono_s = time.monotonic()
         self.thread.start()
         return self
 

@@ -259,7 +259,7 @@ def test_states_that_end_the_vm_and_states_that_do_not(imds: str) -> None:
             assert (notice.kind, notice.identity) == (kind, f"aws.asg:{state}")
             assert notice.severity is Severity.IMMINENT
             assert notice.deadline_quality is DeadlineQuality.ASSUMED
-            assert 20 < notice.deadline_mono_s - time.monotonic() <= 25
+            assert run.leaves(25.0)
             polls(imds, f"GET {ASG_PATH}")
             assert len(run.notices) == number
             asg(imds, back)
@@ -438,5 +438,5 @@ def test_grace_of_the_lifecycle_hook_can_be_configured(imds: str) -> None:
     (group,) = [one for one in opened if one.name == "aws.asg"]
     asg(imds, "Terminated")
     with SourceRun(group) as run:
-        notice = run.await_notice()
-        assert 290 < notice.deadline_mono_s - time.monotonic() <= 300
+        run.await_notice()
+        assert run.leaves(300.0)

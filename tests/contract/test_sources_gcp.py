@@ -58,7 +58,7 @@ def test_a_change_ends_the_held_request(server: str) -> None:
         assert notice.identity == "gcp.preempted:boot-1"
         assert notice.severity is Severity.IMMINENT
         assert notice.deadline_quality is DeadlineQuality.ASSUMED
-        assert 20 < notice.deadline_mono_s - time.monotonic() <= 25
+        assert run.leaves(25.0)
         assert [status.health for status in run.statuses] == [Health.OK]
 
 
@@ -99,7 +99,7 @@ def test_configured_notice(
         until(lambda: asked(server, GET) >= before + 2, what="the hanging request")
         control(server, "set", key=KEY, value="TRUE")
         notice = run.await_notice()
-        assert left_s - 5 < notice.deadline_mono_s - time.monotonic() <= left_s
+        assert run.leaves(left_s)
         assert notice.deadline_quality is quality
         woken(server, KEY)
         assert len(run.notices) == 1, "what is configured is not learned"
@@ -143,7 +143,7 @@ def test_long_notice_is_not_counted_on_after_a_late_start(
     control(server, "set", key=KEY, value="TRUE")
     with SourceRun(preempted(server, notice_s=notice_s, learn_after_s=0.0, hang_s=1)) as run:
         notice = run.await_notice()
-        assert 20 < notice.deadline_mono_s - time.monotonic() <= 25
+        assert run.leaves(25.0)
         assert notice.deadline_quality is DeadlineQuality.ASSUMED
         woken(server, KEY)
         assert len(run.notices) == 1

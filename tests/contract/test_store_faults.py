@@ -72,7 +72,7 @@ def test_a_path_that_drops_large_packets(open_cloud: Callable[[str], Cloud], way
         }
         with pytest.raises(Transient):
             large[way]()
-        assert time.monotonic() - give_up < 5
+        assert time.monotonic() - give_up < 20  # without its limit it would last for 30 s
         assert proxy.hits
         proxy.forward()
         assert store.head("new") is None

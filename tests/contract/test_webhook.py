@@ -369,7 +369,7 @@ def test_at_the_end_of_the_daemon_a_command_that_hangs_is_killed(tmp_path: Path)
     until(lambda: pids.exists() and pids.read_text().endswith("\n"), what="the command")
     began_mono_s = time.monotonic()
     made.close(webhook_by_mono_s=0.0, command_by_mono_s=began_mono_s + 0.1)
-    assert time.monotonic() - began_mono_s < 3
+    assert time.monotonic() - began_mono_s < 60  # by itself it would end after 600 s
     sender = until(
         lambda: (found := made.status().exec) and found.failed == 2 and found,
         what="the end of both",

@@ -21,7 +21,7 @@ from swansong_bucket.stores.http.client import Response, Wire
 from testkit.bodies import CountedSink, torn
 from testkit.forked import peak_bytes
 from testkit.raw_server import Peer, RawServer, Request, Script, answering, certificate
-from testkit.waiting import until
+from testkit.waiting import Clock, until
 
 CONTENT = os.urandom(2 * WINDOW_BYTES + 12_345)
 Fails = pytest.raises(Transient)
@@ -694,26 +694,42 @@ def test_a_response_may_take_longer_than_a_stall(place: Place) -> None:
 
 
 @pytest.mark.fault("O03")
-def test_slow_is_not_stalled(plain: Place) -> None:
+def test_slow_is_not_stalled(plain: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow transfers, a slow ``moved`` and slow sinks are not cut."""
-    pause = threading.Event()
+    clock = Clock()
+    monkeypatch.setattr(pool, "time", clock)
+
+    def slowly(seconds: float, act: Callable[[], object] = lambda: None) -> None:
+        """Do this after this time, and let the watchdog see it."""
+        clock.advance(seconds)
+        act()
+        (connection,) = wire._pool._in_use
+        until(
+            lambda: connection.cut or connection.moved_mono_s == clock.now,
+            what="a check of the watchdog",
+        )
+
+    def think(*_: object) -> None:
+        """The second check finds no byte that has moved since the first."""
+        slowly(0.8)
+        slowly(0.8)
 
     class Slow(CountedSink):
         def write(self, window: memoryview) -> None:
-            pause.wait(0.8)
+            think()
             super().write(window)
 
     def script(peer: Peer) -> None:
         peer.request()
         raw = b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n" + b"x" * 20
-        for at in range(0, len(raw), 4):
-            peer.send(raw[at : at + 4])
-            pause.wait(0.1)
+        *pieces, last = (raw[at : at + 4] for at in range(0, len(raw), 4))
+        for piece in pieces:
+            slowly(0.1, lambda piece=piece: peer.send(piece))
+        peer.send(last)
 
     _, wire = plain.both(script, stall_s=0.4, first_byte_s=0.4)
     slow = Slow()
-    body = Body(b"0123456789", lambda _: pause.wait(0.8) and None)
-    wire.request("PUT", "/", {}, body=body, sink=slow)
+    wire.request("PUT", "/", {}, body=Body(b"0123456789", think), sink=slow)
     assert slow.data == b"x" * 20
 
 

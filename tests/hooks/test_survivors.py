@@ -125,19 +125,19 @@ def user(*_):
     os._exit(3)
 
 def answer():
-    print("answered while the loop", "trains" if trains() else "stands", flush=True)
+    print("answered while the loop", "trains" if trains(60) else "stands", flush=True)
     if {closes}:
         closing.set()
         closed.wait()
 
 def leave():
-    print("left while the loop", "trains" if trains() else "stands", flush=True)
+    print("left while the loop", "trains" if trains(0.5) else "stands", flush=True)
     if {hangs}:
         threading.Event().wait()
 
-def trains():
+def trains(limit_s):
     stepped.clear()
-    return stepped.wait(0.5)
+    return stepped.wait(limit_s)
 
 termination.END_LIMIT_S = 5.0 if not {hangs} else 2.0
 closing, closed, stepped = threading.Event(), threading.Event(), threading.Event()
