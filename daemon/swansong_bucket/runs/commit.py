@@ -15,7 +15,7 @@ A commit is reported only after the listing that readers use contains its manife
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -23,7 +23,7 @@ import structlog
 from swansong import bounds
 from swansong.bounds import BoundsError
 
-from swansong_bucket.errors import CorruptError, Exists, FencedError, StoreError, TooLarge
+from swansong_bucket.errors import CorruptError, Exists, FencedError, Stopped, StoreError, TooLarge
 from swansong_bucket.format import claim as claims
 from swansong_bucket.format import manifest as manifests
 from swansong_bucket.format.claim import ClaimObject
@@ -69,6 +69,7 @@ def claim_generation(
     held: int = 0,
     gap: int = 0,
     look_back: int = LOOK_BACK,
+    is_wanted: Callable[[], bool] = lambda: True,
 ) -> Claim:
     """Claim the next generation for a start, or find the claim that it has; after a lost race, a later one.
 
@@ -84,6 +85,8 @@ def claim_generation(
             also one that is made at the same time.  0: none.
         gap: numbers to leave free above the newest claim.
         look_back: number of newest claims among which the start may have one.
+        is_wanted: asked before the create under each number.  A create that is late fails if another VM has
+            claimed its number.
 
     Raises:
         FencedError: a newer generation has taken the run over from this start, or from ``held``, or a later
@@ -111,6 +114,8 @@ def claim_generation(
         claim = ClaimObject(run=keys.run, generation=generation, start=start_id, identity=identity)
         data = claims.encode(claim)
         claims.decode(data)  # fails before a claim that no other VM could read
+        if not is_wanted():
+            raise Stopped("the claim is not wanted any more")
         try:
             store.put(key, data, if_absent=True)
         except Exists:

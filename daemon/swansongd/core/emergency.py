@@ -145,7 +145,7 @@ def _make_missing(transition: Transition) -> None:
     if is_first or _is_to_another_start(transition.state, request) or _is_repeat_due(transition):
         plan = planned(transition, left_s=transition.left_s)
         is_worth_it = plan.fits or (
-            evacuation.verdict is None and evacuation.plan.kind is PlanKind.NONE
+            evacuation.verdict is None and evacuation.plan.kind in (PlanKind.NONE, PlanKind.TAKE)
         )
         if plan.kind is PlanKind.TAKE and is_worth_it:
             course.record(transition, plan=plan)

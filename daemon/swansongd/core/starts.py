@@ -125,10 +125,10 @@ def see(transition: Transition, start_id: str, began_ticks: int = 0) -> Start:
         seen = replace(seen, is_open=not is_overtaken, is_live=not is_late)
         _set_starts(transition, (*earlier, seen, *others[len(earlier) :]))
         transition.log("info", "start_seen", start=start_id)
-        if not (later or is_late):
-            _end_requests(transition, start_id)
     else:
         update(transition, seen)
+    if seen.is_live and transition.state.starts.newest == seen:
+        _end_requests(transition, start_id)
     return seen
 
 

@@ -139,12 +139,20 @@ class Claimant:
                 return None  # it may have begun on other VMs: the sets of earlier starts are over
         return None
 
-    def claim(self, request: ClaimGeneration) -> commit.Claim:
+    def claim(
+        self, request: ClaimGeneration, is_wanted: Callable[[], bool] = lambda: True
+    ) -> commit.Claim:
         """Claim the next generation for a start, or find the claim that it has.
 
         A start over several VMs takes the run over, and so does the next one on this VM: the launcher of the
         job decides who trains.  A start on one VM does not take the run back from another VM after an earlier
         one on this VM alone: a trainer in a crash loop would do so without end.
+
+        Args:
+            is_wanted: False once the request is withdrawn, or a newer one is made.
+
+        Raises:
+            Stopped: the claim was not wanted any more, and was not made.
         """
         start_id, nodes = request.start_id, request.nodes
         self._requested = frozenset((start_id, *request.later))
@@ -174,6 +182,7 @@ class Claimant:
             held=held,
             # With the record lost, an early start of this boot would get a second generation.
             look_back=commit.LOOK_BACK if request.is_live else STARTS_MAX,
+            is_wanted=is_wanted,
         )
         if not claim.honours_if_absent:
             _log.error(

@@ -11,6 +11,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -222,7 +223,7 @@ class Committer:
         self._jobs.put(lambda: self._claim_for(request))
 
     def withdraw_claim(self) -> None:
-        """End the retries of the last claim that was requested."""
+        """End the last claim that was requested, unless its create is under way."""
         self._wanted = None
         self._wake.set()
 
@@ -287,10 +288,14 @@ class Committer:
             self._retried(resume, lambda: False)
 
     def _claim_for(self, request: ClaimGeneration) -> None:
-        def claim() -> None:
-            self._post_claimed(self._claimant.claim(request))
+        def is_wanted() -> bool:
+            return self._wanted is request
 
-        self._retried(claim, lambda: self._wanted is not request, request.start_id)
+        def claim() -> None:
+            with suppress(Stopped):
+                self._post_claimed(self._claimant.claim(request, is_wanted))
+
+        self._retried(claim, lambda: not is_wanted(), request.start_id)
 
     def _post_claimed(self, claim: Claim) -> None:
         # After the claim: with all commits of earlier starts.

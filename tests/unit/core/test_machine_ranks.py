@@ -6,13 +6,14 @@ from __future__ import annotations
 import pytest
 from swansong.layout import sealed_name
 from swansong.protocol import NotRequested, Request, Target, Withdrawn
-from swansong_bucket.model import CommitRef, Severity, Start
+from swansong_bucket.model import CommitRef, Parent, Severity, Start
 from swansongd.core import emergency
 from swansongd.core.arrival import RECONNECT_S
 from swansongd.core.emergency import REPEAT_S_MAX, REQUESTS_MAX, SIGNAL_AGAIN_S
 from swansongd.core.events import (
     Conclude,
     FlushFailed,
+    GenerationClaimed,
     Log,
     RequestAsked,
     Rescan,
@@ -113,6 +114,25 @@ def test_the_request_to_ranks_without_a_start_ends_with_their_start() -> None:
     asked = story.evacuation.request
     assert asked is not None
     assert (asked.accepted, asked.start_id) == ({}, "b")
+
+
+@pytest.mark.fault("T09")
+def test_a_request_to_a_late_process_ends_when_the_newest_start_reconnects() -> None:
+    """No checkpoint fits any more, but the answer of the newest start shows that nothing was trained."""
+    recorded = (Start(id="old", generation=2), Start(id="new", generation=3))
+    story = Story(recorded=recorded, newest=CommitRef(1, 10))
+    story.tell(GenerationClaimed("new", 3, CommitRef(1, 10), "earlier"))
+    story.notice(in_s=6)
+    known = {"ranks": 2, "save_s": 60.0, "parent": Parent("earlier", 10)}
+    story.join(1, rank=1, pid=50, start_id="old", **known)  # type: ignore[arg-type]
+    assert [request.start_id for request in story.state.requests_made] == ["old"]
+    for rank in (0, 1):
+        story.join(2 + rank, rank=rank, step=10, start_id="new", **known)  # type: ignore[arg-type]
+    assert [request.start_id for request in story.state.requests_made] == ["new"]
+    story.leave(1)  # until then it may seal a checkpoint
+    for rank in (0, 1):
+        story.accept(10, connection=2 + rank)
+    assert story.conclude() == ["SAFE generation 1 step 10"]
 
 
 @pytest.mark.fault("T09")

@@ -308,6 +308,24 @@ def test_a_withdrawn_claim_is_not_retried(rig: CommitterRig) -> None:
         assert rig.claim(committer, "a") == GenerationClaimed("a", 1, None)
 
 
+def test_a_claim_that_is_withdrawn_during_its_create_gets_no_further_number(
+    rig: CommitterRig,
+) -> None:
+    """The create is late: another VM has the run by then, which a further claim would fence."""
+
+    def create_late(_key: str) -> None:
+        rig.before_put = lambda _key: None
+        assert of_another_vm(rig) == 1
+        committer.withdraw_claim()
+
+    rig.before_put = create_late
+    with rig.committer() as committer:
+        committer.claim(ClaimGeneration("a"))
+        assert committer.drain(10)
+        assert stored(rig, KEYS.generations) == [KEYS.generation(1)]
+        assert rig.claim(committer, "a") == GenerationClaimed("a", 2, None)
+
+
 def test_the_claim_reports_the_newest_whole_commit_and_its_start(rig: CommitterRig) -> None:
     """Of any generation; the start is unknown if its claim cannot be read."""
     of_another_vm(rig)

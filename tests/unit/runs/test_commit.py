@@ -14,6 +14,7 @@ from swansong_bucket.errors import (
     Exists,
     FencedError,
     NotFound,
+    Stopped,
     StoreError,
     Transient,
 )
@@ -89,6 +90,26 @@ def test_eight_racing_claimers_get_eight_numbers(store: MemoryStore) -> None:
     assert sorted(won.values()) == list(range(1, 9))
     for start_id, generation in won.items():
         assert f'"start":"{start_id}"'.encode() in store.get(KEYS.generation(generation))
+
+
+@pytest.mark.fault("G04")
+@pytest.mark.parametrize("late", ["list", "put"])
+def test_a_late_claim_that_is_not_wanted_any_more_is_not_made(
+    store: MemoryStore, late: str
+) -> None:
+    """By the time of the late request, another VM has claimed: a further claim would fence it."""
+    wanted = [True]
+
+    def before(what: str, _key: str) -> None:
+        if what == late:
+            store.before = lambda *_: None
+            wanted[0] = False
+            assert claim(store, "other").generation == 1
+
+    store.before = before
+    with pytest.raises(Stopped):
+        claim(store, "late", is_wanted=lambda: wanted[0])
+    assert list(store.objects) == [KEYS.generation(1)]
 
 
 @pytest.mark.fault("G04")
