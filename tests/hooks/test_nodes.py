@@ -294,6 +294,24 @@ def test_the_positions_of_a_large_job_cost_each_rank_a_few_bytes(
 
 @ALL_STORES
 @pytest.mark.fault("T12")
+def test_no_position_of_an_earlier_start_is_found_in_a_store_that_outlives_it(
+    connect: Callable[[], JobStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun keeps its store over a restart, after which the ranks are on other VMs, or are fewer."""
+    monkeypatch.setattr(position, "_exchanges", itertools.repeat(1))
+    monkeypatch.setattr(position, "ATTACH_LIMIT_S", 60.0)
+    for vms in ("aabb", "aa", "ab", "abbb", "aaab", "aaaa"):
+
+        def attach(rank: int, vms: str = vms) -> Ranks:
+            return position._exchange(connect(), rank, len(vms), ["boot", vms[rank]])
+
+        found = in_threads(len(vms), attach)
+        expected = Ranks.among(dict(enumerate(vms)))
+        assert [each.position() for each in found] == [p.position() for p in expected.values()]
+
+
+@ALL_STORES
+@pytest.mark.fault("T12")
 def test_all_ranks_of_a_round_read_the_same_decision(
     connect: Callable[[], JobStore], request: pytest.FixtureRequest
 ) -> None:

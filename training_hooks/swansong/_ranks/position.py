@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import json
 import os
+import secrets
 import sys
 import threading
 import time
@@ -113,74 +114,55 @@ def _daemon_of(socket_path: str) -> list[Any]:
 
 
 def _exchange(store: JobStore, rank: int, world_size: int, daemon: list[Any]) -> Ranks:
-    """Publish the daemon of this rank, and return the position that follows from those of all ranks.
+    """Meet the other ranks, and return the position that follows from the daemons of all ranks.
 
-    If all ranks are on one VM, they also agree on the start that they belong to.
+    torchrun keeps its store over a restart, after which the ranks may be fewer, or on other VMs.  So the keys
+    of an exchange begin with the id under which its ranks have met.  If all ranks are on one VM, it is also
+    the id of the start.
     """
-    key = f"swansong/attach/{next(_exchanges)}"
-    every_s = max(POLL_S / 5, world_size / _POLLS_PER_S)
-    give_up_mono_s = time.monotonic() + ATTACH_LIMIT_S
-    store.set(f"{key}/{rank}", json.dumps(daemon))
-    missing = next(
-        (
-            other
-            for other in (range(world_size) if rank == 0 else [0])
-            if not _has_attached(store, f"{key}/{other}", other, every_s, give_up_mono_s)
-        ),
-        None,
+    prefix, nonce = f"swansong/attach/{next(_exchanges)}/", secrets.token_hex(8)
+    begun_mono_s, has_warned = time.monotonic(), False
+
+    def watch(missing: Sequence[int], _: Sequence[int]) -> None:
+        nonlocal has_warned
+        waited_s = time.monotonic() - begun_mono_s
+        if waited_s > ATTACH_WARNING_S and not has_warned:
+            has_warned = True
+            log.warning("waiting for rank %s to call swansong.attach(); %s", missing[0], _CALL_IT)
+        if waited_s > ATTACH_LIMIT_S:
+            for other in range(1, world_size) if rank == 0 else ():
+                store.set(f"{prefix}{nonce}/answer/{other}", json.dumps({"missing": missing[0]}))
+            raise _is_missing(missing[0], world_size)
+
+    own = json.dumps(daemon)
+    start_id = meet_ranks(
+        store, rank, world_size, nonce, closed=_NEVER, watch=watch, prefix=prefix, value=own
     )
-    answer: dict[str, Any] = {"missing": missing}
+    assert start_id is not None
+    answers = f"{prefix}{start_id}/answer"
     if rank == 0:
-        answers = dict.fromkeys(range(world_size), answer)
-        if missing is None:
-            daemons = [store.get(f"{key}/{other}") for other in range(world_size)]
-            places = Ranks.among(dict(enumerate(daemons)))
-            answers = {other: place.position() for other, place in places.items()}
+        others = (f"{prefix}{start_id}/met/{other}" for other in range(1, world_size))
+        daemons = [own, *(store.get(key).decode() for key in others)]
+        places = Ranks.among(dict(enumerate(daemons)))
         # One answer for each rank: one for all would grow with the job, and each rank would fetch it.
-        for other, each in answers.items():
-            store.set(f"{key}/{other}/answer", json.dumps(each))
-        answer = answers[0]
-    elif missing is None:
-        own, limit_s = f"{key}/{rank}/answer", ATTACH_LIMIT_S + _ANSWER_LIMIT_S
-        is_there = wait_for_key(store, own, _NEVER, every_s=every_s, limit_s=limit_s)
-        answer = json.loads(store.get(own)) if is_there else {"missing": 0}
-    if "missing" in answer:
-        raise PositionError(
-            f"attach() failed: rank {answer['missing']} of {world_size} did not call swansong.attach() within"
-            f" {ATTACH_LIMIT_S:.0f} s; {_CALL_IT}"
+        for other, place in places.items():
+            store.set(f"{answers}/{other}", json.dumps(place.position()))
+        found = places[0]
+    else:
+        limit_s = ATTACH_LIMIT_S + _ANSWER_LIMIT_S
+        every_s = max(POLL_S / 5, world_size / _POLLS_PER_S)
+        is_there = wait_for_key(
+            store, f"{answers}/{rank}", _NEVER, every_s=every_s, limit_s=limit_s
         )
-    found = Ranks(**answer)
-    if found.nodes > 1:
-        return found
-    give_up_mono_s = time.monotonic() + ATTACH_LIMIT_S
-    return dataclasses.replace(found, start_id=_meet(store, key, rank, world_size, give_up_mono_s))
+        answer = json.loads(store.get(f"{answers}/{rank}")) if is_there else {"missing": 0}
+        if "missing" in answer:
+            raise _is_missing(answer["missing"], world_size)
+        found = Ranks(**answer)
+    return found if found.nodes > 1 else dataclasses.replace(found, start_id=start_id)
 
 
-def _meet(store: JobStore, key: str, rank: int, world_size: int, give_up_mono_s: float) -> str:
-    """Return the id of the start, the same for all ranks.
-
-    torchrun keeps its store over a restart of the ranks, so the exchange may have read the answers of an
-    earlier start.  Its positions were the same, but its id was another one.
-    """
-
-    def watch(_: Sequence[int]) -> None:
-        if time.monotonic() > give_up_mono_s:
-            raise PositionError(
-                f"attach() failed: not all {world_size} ranks called swansong.attach() within"
-                f" {ATTACH_LIMIT_S:.0f} s; {_CALL_IT}"
-            )
-
-    found = meet_ranks(store, rank, world_size, closed=_NEVER, watch=watch, prefix=f"{key}/")
-    assert found is not None
-    return found
-
-
-def _has_attached(
-    store: JobStore, key: str, rank: int, every_s: float, give_up_mono_s: float
-) -> bool:
-    """Wait until a rank has published its daemon; logs a warning if that takes long."""
-    if wait_for_key(store, key, _NEVER, every_s=every_s, limit_s=ATTACH_WARNING_S):
-        return True
-    log.warning("waiting for rank %s to call swansong.attach(); %s", rank, _CALL_IT)
-    left_s = max(0.0, give_up_mono_s - time.monotonic())
-    return wait_for_key(store, key, _NEVER, every_s=every_s, limit_s=left_s)
+def _is_missing(rank: int, world_size: int) -> PositionError:
+    return PositionError(
+        f"attach() failed: rank {rank} of {world_size} did not call swansong.attach() within"
+        f" {ATTACH_LIMIT_S:.0f} s; {_CALL_IT}"
+    )

@@ -178,11 +178,12 @@ class Rendezvous:
     def _meet_ranks(self, store: JobStore) -> str | None:
         begun_mono_s = time.monotonic()
 
-        def watch(without_daemon: Sequence[int]) -> None:
+        def watch(_missing: Sequence[int], without_daemon: Sequence[int]) -> None:
             self._report_absent(without_daemon, begun_mono_s)
 
         rank, world_size = self.ranks.rank, self.ranks.world_size
-        return meet_ranks(store, rank, world_size, closed=self.closed, watch=watch)
+        nonce = secrets.token_hex(8)
+        return meet_ranks(store, rank, world_size, nonce, closed=self.closed, watch=watch)
 
     def _report_absent(self, ranks: Sequence[int], begun_mono_s: float) -> None:
         """Give up the wait if ranks have reported for :data:`ABSENT_S` that their VM has no daemon."""
@@ -227,10 +228,12 @@ def meet_ranks(
     store: JobStore,
     rank: int,
     world_size: int,
+    nonce: str,
     *,
     closed: threading.Event,
-    watch: Callable[[Sequence[int]], object],
+    watch: Callable[[Sequence[int], Sequence[int]], object],
     prefix: str = "",
+    value: str = "",
 ) -> str | None:
     """Meet the other ranks of this start of the job, and no rank of an earlier one.
 
@@ -241,23 +244,26 @@ def meet_ranks(
         store: connection of the calling thread.
         rank: of this process.
         world_size: number of ranks.
+        nonce: random, and new in each call; that of rank 0 becomes the id.
         closed: ends the wait.
-        watch: called during the wait with the ranks that report that their VM has no daemon; may raise.
+        watch: called during the wait with the ranks that are missing, and with those that report that their
+            VM has no daemon; may raise.
         prefix: of all keys.
+        value: of a rank other than 0, which rank 0 finds under ``<prefix><id>/met/<rank>``.
 
     Returns:
         Id of the rendezvous, the same for all ranks; None if ``closed`` was set before all ranks had met.
     """
-    nonce = secrets.token_hex(8)
+    every_s = max(POLL_S, world_size / _POLLS_PER_S)
     store.set(f"{prefix}hello/{rank}", nonce)
     if rank != 0:
         welcome = f"{prefix}welcome/{nonce}"
-        while not wait_for_key(store, welcome, closed, every_s=POLL_S, limit_s=_ABSENT_POLL_S):
+        while not wait_for_key(store, welcome, closed, every_s=every_s, limit_s=_ABSENT_POLL_S):
             if closed.is_set():
                 return None
-            watch([0] if _is_absent(store, f"{prefix}hello/0") else [])
+            watch([0], [0] if _is_absent(store, f"{prefix}hello/0") else [])
         rendezvous_id = store.get(welcome).decode()
-        store.set(f"{prefix}{rendezvous_id}/met/{rank}", "")
+        store.set(f"{prefix}{rendezvous_id}/met/{rank}", value)
         return rendezvous_id
     missing = set(range(1, world_size))
     acknowledged: set[str] = set()
@@ -273,10 +279,11 @@ def meet_ranks(
                 elif theirs not in acknowledged:
                     acknowledged.add(theirs)
                     store.set(f"{prefix}welcome/{theirs}", nonce)
-        watch(without_daemon)
-        if missing and closed.wait(POLL_S):
-            return None
-    return nonce  # becomes the id
+        if missing:
+            watch(sorted(missing), without_daemon)
+            if closed.wait(POLL_S):
+                return None
+    return nonce
 
 
 def _parsed(data: bytes) -> Finished | None:
