@@ -23,7 +23,7 @@
     ├── Stopped                  9   a stop was requested during the operation
     └── Unready                 12   ``swansong doctor`` found a failure
 
-The message of an error states the problem, ``hint`` the fix.
+The message of an error states the problem, ``hint`` the fix, ``command`` the shell command in the hint.
 
 systemd gives the codes 3 to 7, 64 to 78, 200 to 244 and 255 names of its own, of the LSB and of BSD: it would
 show 6 as NOTCONFIGURED.  Swansong uses only 75 of these, because its name TEMPFAIL fits.  The name of 2,
@@ -54,19 +54,28 @@ DAEMON_EXIT_CODES = (0, 1, 2, 14, 15, 16)
 
 
 class SwansongError(Exception):
-    """Base of all errors; ``str()`` is one line for a person, ``hint`` the fix."""
+    """Base of all errors; ``str()`` is one line for a person, ``hint`` the fix.
+
+    ``command`` is right whenever this error occurs, so doctor offers it as the fix.  A command for one case
+    only is words of the hint.
+    """
 
     exit_code = 1
     kind = "fault"
     """Kind of the error in metrics and in the log: the same text for equal causes."""
 
-    def __init__(self, message: str, *, hint: str = "") -> None:
+    def __init__(self, message: str, *, hint: str = "", command: str = "") -> None:
         super().__init__(message)
-        self.hint = hint
+        self.advise(hint, command)
+
+    def advise(self, hint: str, command: str = "") -> None:
+        """Set the fix: words, and a command that follows them."""
+        self.hint = f"{hint}: `{command}`" if command else hint
+        self.command = command
 
     def line(self) -> str:
         """The message and the fix, in one line."""
-        return f"{self}. {self.hint}" if self.hint else str(self)
+        return f"{str(self).removesuffix('.')}. {self.hint}" if self.hint else str(self)
 
 
 class ConfigError(SwansongError):

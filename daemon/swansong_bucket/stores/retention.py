@@ -64,8 +64,8 @@ class Retention(abc.ABC):
 
     _right: ClassVar[str]
     """The fix for a role without the right to set a retention."""
-    _enable: str
-    """The fix for a bucket whose objects cannot have a retention."""
+    _enable: tuple[str, str]
+    """The fix for a bucket whose objects cannot have a retention, and its command."""
     _disabled: ClassVar[type[Permanent]]
     """The class of the error for such a bucket; a subclass has another cause."""
 
@@ -129,8 +129,8 @@ class Retention(abc.ABC):
             if self._period_s(key):
                 if isinstance(error, Forbidden):
                     error.hint = f"{error.hint}. {self._right}".removeprefix(". ")
-                elif type(error) is self._disabled:
-                    error.hint = error.hint or self._enable
+                elif type(error) is self._disabled and not error.hint:
+                    error.advise(*self._enable)
             raise
 
     @abc.abstractmethod

@@ -32,7 +32,6 @@ from swansong_tools.doctor.findings import (
     Judgement,
     Probe,
     failure,
-    of_error,
     ok,
     skipped,
     warning,
@@ -210,7 +209,7 @@ def metadata(path: str, judge: Judge, shows: str) -> Probe:
         try:
             answer = _request(vm, path)
         except MetadataUnavailable as error:
-            return of_error(error, "")
+            return failure(error.reason, error.command)
         if answer.status not in (200, 404):
             return failure(f"request failed: HTTP {answer.status}", "")
         return judge(answer.status, shortened(answer.body.decode("utf-8", "replace"), 100))

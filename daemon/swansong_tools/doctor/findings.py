@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import queue
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,14 +12,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple, TypedDict, Unpack
 
-from swansong_bucket.errors import StoreError, SwansongError
+from swansong_bucket.errors import SwansongError
 
 from swansong_tools.doctor import fixes
 from swansong_tools.doctor.installation import Installation
 
 _POLL_S = 0.2
-_COMMAND = re.compile(r"`([^`]+)`")
-_OFFERED = re.compile(r"; fix it with `([^`]+)`")
 
 
 class Level(StrEnum):
@@ -173,23 +170,18 @@ def has_failure(findings: Iterable[Finding]) -> bool:
     return any(finding.level is Level.FAILURE for finding in findings)
 
 
-def of_error(error: Exception, fix: str) -> Judgement:
-    """Turn an error into a failure.  A command between backticks in its hint replaces ``fix``.
-
-    A command after the first sentence of the hint is right in one case only, which the fix then names.
-    The text of an error of the store contains the store's own words, and so never a command.
-    """
-    words, hint = str(error), error.hint if isinstance(error, SwansongError) else ""
-    offered = None if isinstance(error, StoreError) else _OFFERED.search(words)
-    if offered:
-        words = words[: offered.start()]
-    command = offered or _COMMAND.search(hint)
-    if command and not offered and ".  " in hint[: command.start()]:
-        return failure(words, f"# {hint.replace('`', '')}")
-    if command:
-        is_of_the_cloud = command[1].startswith(("aws ", "gcloud ", "az "))
-        return failure(words, command[1] if is_of_the_cloud else fixes.as_root(command[1]))
-    return failure(f"{words.removesuffix('.')}. {hint}" if hint else words, fix)
+def of_error(error: SwansongError | OSError, fix: str) -> Judgement:
+    """Turn an error into a failure.  Its command replaces ``fix``; without both, its hint is the fix."""
+    if not isinstance(error, SwansongError):
+        return failure(str(error), fix)
+    if error.command:
+        is_of_the_cloud = error.command.startswith(("aws ", "gcloud ", "az "))
+        return failure(
+            str(error), error.command if is_of_the_cloud else fixes.as_root(error.command)
+        )
+    if error.hint and not fix:
+        return failure(str(error), f"# {error.hint}")
+    return failure(error.line(), fix)
 
 
 def _applies(check: Check, vm: Installation) -> bool:
@@ -220,7 +212,7 @@ def _bounded(check: Check, vm: Installation) -> Judgement:
                 time.sleep(_POLL_S)
                 judgement = check.probe(vm)
         except SwansongError as error:
-            judgement = of_error(error, "")
+            judgement = of_error(error, _fix(check, vm))
         except Exception as error:
             judgement = failure(f"the check crashed: {type(error).__name__}: {error}", "")
         if judgement.level in (Level.FAILURE, Level.WARNING) and not judgement.fix:

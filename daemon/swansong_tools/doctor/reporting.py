@@ -22,7 +22,7 @@ from swansongd.observe.notifications import Origin, sample
 from swansongd.util import listeners
 
 from swansong_tools.doctor import fixes
-from swansong_tools.doctor.findings import Checklist, Judgement, failure, ok, warning
+from swansong_tools.doctor.findings import Checklist, Judgement, failure, of_error, ok, warning
 from swansong_tools.doctor.installation import DAEMON_USER, Installation
 
 AS_DAEMON = Checklist(family="notify")
@@ -149,7 +149,8 @@ def _judge_address(vm: Installation, make: Callable[[Installation], HttpRequest]
     try:
         host = urlsplit(make(vm).url).hostname or ""
     except SwansongError as error:
-        return warning(str(error), f"# {error.hint}" if error.hint else edit)
+        found = of_error(error, "")
+        return warning(found.found, found.fix or edit)
     try:
         socket.getaddrinfo(host, 443, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -165,7 +166,8 @@ def _judge_sending(vm: Installation, make: Callable[[Installation], HttpRequest]
     except NotDelivered as error:
         return failure(f"sending failed: {error}", edit)
     except SwansongError as error:
-        return failure(str(error), f"# {error.hint}" if error.hint else edit)
+        found = of_error(error, "")
+        return found._replace(fix=found.fix or edit)
     return ok(f"accepted after {time.monotonic() - began_mono_s:.1f} s")
 
 

@@ -361,7 +361,7 @@ class StoreProbe:
         except NotFound:
             return ok(f"the store locks checkpoints for {days} days")
         except StoreError as error:
-            return failure(f"setting a retention failed: {error}", f"# {error.hint}")
+            return of_error(error, "")
         return failure(f"{absent} exists", f"# delete {absent}")
 
     @_check("bucket policy", SETTINGS, setting="bucket policy")
@@ -422,7 +422,8 @@ def _check_access(root: Path) -> None:
         if place.is_dir() and not os.access(place, os.X_OK, effective_ids=True):
             raise Permanent(
                 f"reading {root} failed: {place} is not accessible for the daemon's user",
-                hint=f"Open the directory with `chmod a+x {fixes.quoted(place)}`",
+                hint="Open the directory",
+                command=f"chmod a+x {fixes.quoted(place)}",
             )
 
 
@@ -442,8 +443,8 @@ def mirror(vm: Installation) -> Judgement:
         assert opened is not None
         return _rehearsed(opened, config.run.name, edit)
     except (ConfigError, StoreError) as error:
-        found = of_error(error, edit)
-        return warning(f"commits have one copy only: {found.found}", found.fix)
+        found = of_error(error, "")
+        return warning(f"commits have one copy only: {found.found}", found.fix or edit)
 
 
 def _rehearsed(mirror: ObjectStore, run: str, edit: str) -> Judgement:

@@ -73,7 +73,7 @@ def is_providers_own(config: Config) -> bool:
 
 
 def of_refusal(config: Config, path: Path, error: StoreError, operator_file: str = "") -> str:
-    """The fix for a refusal of the store, by the class of the error.
+    """The fix for a refusal of the store, by the class of the error; empty if its hint is the fix.
 
     Args:
         path: configuration file.
@@ -131,7 +131,7 @@ def _of_azure(config: Config, error: StoreError) -> str:
     if error.hint == auth.CREDENTIALS_HINT:
         return of_credentials(config, "")
     if not is_providers_own(config) or not isinstance(error, Forbidden):
-        return f"# {error.hint}" if error.hint else request_by_hand(config)
+        return "" if error.hint else request_by_hand(config)
     scope = (
         "/subscriptions/SUBSCRIPTION/resourceGroups/GROUP/providers/Microsoft.Storage/storageAccounts/"
         f"{account}/blobServices/default/containers/{container}"
@@ -243,6 +243,8 @@ def _of_directory(root: Path, error: StoreError) -> str:
         return fixes.as_root(f"mount -o remount,rw {fixes.quoted(point)}")
     if number in (errno.ENOSPC, errno.EDQUOT):
         return staging.make_room(root, mount_points.mounted())
+    if number is None and error.hint:
+        return ""
     if not fixes.has_daemon_user():
         return fixes.directory(root, "0700")
     owner = fixes.as_root(f"chown -R {DAEMON_USER}: {fixes.quoted(root)}")

@@ -122,7 +122,7 @@ class Imds:
         """
         answer = self.get(path)
         if answer.status not in (200, 404):
-            raise MetadataUnavailable(_refusal(answer.status))
+            raise _refused(answer.status)
         return answer
 
     def renew_if_due(self) -> None:
@@ -149,12 +149,13 @@ class Imds:
                 self._hop_limited = True
                 raise MetadataUnavailable(
                     "token request timed out, but the metadata service is reachable: the hop limit is too "
-                    f"low for a container; fix it with `{_FIX} --http-put-response-hop-limit 2`",
+                    "low for a container",
+                    command=f"{_FIX} --http-put-response-hop-limit 2",
                     timed_out=True,
                 ) from error
             raise
         if answer.status != 200:
-            raise MetadataUnavailable(f"token request failed: {_refusal(answer.status)}")
+            raise _refused(answer.status, "token request failed: ")
         token = answer.body.decode("latin-1").strip()
         if not (token.isascii() and token.isprintable() and 0 < len(token) <= 1024):
             raise MetadataUnavailable("the metadata service returned an invalid token")
@@ -179,15 +180,17 @@ def _granted_s(answer: MetadataResponse) -> int | None:
     return granted_s if 1 <= granted_s <= TOKEN_TTL_S else None
 
 
-def _refusal(status: int) -> str:
+def _refused(status: int, prefix: str = "") -> MetadataUnavailable:
     if 300 <= status < 400:
-        return f"the metadata service returned a redirect (HTTP {status}), which is not followed"
-    if status == 403:
-        return (
-            "the metadata service returned HTTP 403: it may be disabled; fix it with "
-            f"`{_FIX} --http-endpoint enabled`"
+        return MetadataUnavailable(
+            f"{prefix}the metadata service returned a redirect (HTTP {status}), which is not followed"
         )
-    return f"the metadata service returned HTTP {status}"
+    if status == 403:
+        return MetadataUnavailable(
+            f"{prefix}the metadata service returned HTTP 403: it may be disabled",
+            command=f"{_FIX} --http-endpoint enabled",
+        )
+    return MetadataUnavailable(f"{prefix}the metadata service returned HTTP {status}")
 
 
 def parse_instance_action(body: bytes, asked: ClockReading, assumed_grace_s: float) -> Notice:

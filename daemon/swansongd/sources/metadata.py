@@ -38,17 +38,22 @@ _WINDOW_BYTES = 8192
 
 
 class MetadataUnavailable(Exception):
-    """The request got no valid response, so the value is *unknown*.  ``str()`` is the reason.
+    """The request got no valid response, so the value is *unknown*.  ``str()`` is the reason and the fix.
 
     The same cause gives the same reason.
 
     Args:
+        command: the shell command that fixes the cause, if there is one.
         timed_out: the response was late; the server may have received the request.
         is_final: the timeout is at its maximum, so a retry would not get more time.
     """
 
-    def __init__(self, reason: str, *, timed_out: bool = False, is_final: bool = True) -> None:
-        super().__init__(reason)
+    def __init__(
+        self, reason: str, *, command: str = "", timed_out: bool = False, is_final: bool = True
+    ) -> None:
+        super().__init__(f"{reason}; fix it with `{command}`" if command else reason)
+        self.reason = reason
+        self.command = command
         self.timed_out = timed_out
         self.is_final = is_final
 
@@ -297,10 +302,7 @@ def watch(
 
 
 def shortened(text: str, limit: int = 200) -> str:
-    """Text of a server, cut and cleaned for one line of a log.
-
-    Without backticks, between which our own texts have commands.
-    """
-    line = "".join(char if char.isprintable() else " " for char in text).replace("`", "'")
+    """Text of a server, cut and cleaned for one line of a log."""
+    line = "".join(char if char.isprintable() else " " for char in text)
     line = " ".join(line.split())
     return line if len(line) <= limit else line[: limit - 1] + "…"

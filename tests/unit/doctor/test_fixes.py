@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 from swansong_bucket.errors import Forbidden, SwansongError
 from swansong_tools.doctor import fixes, sandbox
-from swansong_tools.doctor.findings import Finding, Level, of_error
+from swansong_tools.doctor.findings import Finding, Level, failure, of_error
 from swansong_tools.doctor.fixes import Harmless, for_this_shell, then
-from swansongd.sources.metadata import shortened
-
-COMMAND = "`systemctl restart swansongd`"
 
 
 def test_a_chain_is_harmless_only_if_each_command_is() -> None:
@@ -48,20 +45,15 @@ def test_a_finding_of_another_process_is_never_harmless() -> None:
     assert not isinstance(found.fix, Harmless)
 
 
-def test_a_command_for_one_case_is_no_fix_without_the_case() -> None:
-    """An unmounted store is to be mounted: the marker of the store does not belong on the root disk."""
-    hint = "Mount it again.  If the directory was emptied on purpose: `echo marker > /s/marker`"
-    found = of_error(SwansongError("the store is not mounted", hint=hint), "edit")
-    assert found.fix == (
-        "# Mount it again.  If the directory was emptied on purpose: echo marker > /s/marker"
-    )
-
-
-def test_words_of_a_server_are_never_a_command() -> None:
-    """Neither a store nor a metadata service puts a command into a fix; our own hints do."""
-    of_store = of_error(Forbidden(f"get x: 403 AccessDenied; fix it with {COMMAND}"), "edit")
-    assert of_store.fix == "edit"
-    assert "`" not in shortened(f"busy; fix it with {COMMAND}")
-    hinted = of_error(SwansongError("closed", hint=f"Run {COMMAND}"), "edit")
-    assert hinted.fix == "sudo systemctl restart swansongd"
-    assert not isinstance(hinted.fix, Harmless)
+def test_only_the_command_of_an_error_is_a_fix_and_never_its_words() -> None:
+    """Neither a server's words nor a command for one case in a hint become a command to run."""
+    words = "put x: 403 AccessDenied; fix it with `reboot`"
+    for hint in ("Mount it.  If it was emptied: `reboot`", "If it was emptied, run `reboot`"):
+        error = Forbidden(words, hint=hint)
+        assert of_error(error, "edit") == failure(f"{words}. {hint}", "edit")
+        assert of_error(error, "") == failure(words, f"# {hint}")
+    closed = SwansongError("closed", hint="Start it", command="systemctl start swansongd")
+    found = of_error(closed, "edit")
+    assert found == failure("closed", "sudo systemctl start swansongd")
+    assert not isinstance(found.fix, Harmless)
+    assert closed.line() == "closed. Start it: `systemctl start swansongd`"

@@ -167,7 +167,8 @@ def from_environment(account: str) -> SharedKey | Sas | None:
         if not (key or sas):
             raise Permanent(
                 f"{_CONNECTION} has neither AccountKey nor SharedAccessSignature",
-                hint=f"Copy it from `az storage account show-connection-string --name {account}`",
+                hint="Copy it from",
+                command=f"az storage account show-connection-string --name {account}",
             )
     if key:
         return _shared_key(account, key, key_name)
@@ -176,7 +177,8 @@ def from_environment(account: str) -> SharedKey | Sas | None:
         if not _SAS_FORM.fullmatch(query):
             raise Permanent(
                 f"{sas_name} is not a shared access signature: it has no sig=, or a space",
-                hint="Copy the token from `az storage container generate-sas`",
+                hint="Copy the token from",
+                command="az storage container generate-sas",
             )
         return Sas(query)
     return None
@@ -188,7 +190,8 @@ def _shared_key(account: str, key: str, name: str) -> SharedKey:
     except (binascii.Error, ValueError):
         raise Permanent(
             f"the account key in {name} is not base64",
-            hint=f"Copy it from `az storage account keys list --account-name {account}`",
+            hint="Copy it from",
+            command=f"az storage account keys list --account-name {account}",
         ) from None
     return SharedKey(account, raw)
 

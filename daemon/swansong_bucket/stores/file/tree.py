@@ -93,7 +93,8 @@ class Tree:
         if mode & stat.S_IWOTH:
             raise Permanent(
                 f"every user of this machine may write to {self.root}",
-                hint=f"Remove that right: `chmod o-w {self.root}`, or configure another directory",
+                hint="Configure another directory, or remove that right",
+                command=f"chmod o-w {self.root}",
             )
         if has_acl(root_fd):
             mode &= ~0o070  # these bits are the mask of the ACL, not rights of the group
@@ -138,7 +139,8 @@ class Tree:
                 if missing is not None:
                     raise Permanent(
                         f"nothing is mounted at {missing}, and store.url is below it",
-                        hint=f"Mount it: `mount {missing}`, or start its mount unit",
+                        hint="Mount it",
+                        command=f"mount {missing}",
                     )
                 if not os.path.samestat(os.fstat(root_fd), os.stat(self.root)):
                     raise Transient(f"a file system was mounted at {self.root} at this moment")
@@ -202,7 +204,8 @@ class Tree:
                 if not is_shared and facts.st_uid not in (0, os.geteuid(), root.st_uid):
                     raise Permanent(
                         f"{what} belongs to user id {facts.st_uid}",
-                        hint=f"Give it to the owner of the directory: `chown {root.st_uid} {what}`",
+                        hint="Give it to the owner of the directory",
+                        command=f"chown {root.st_uid} {what}",
                     )
                 data = os.pread(fd, _MARKER_BYTES_MAX + 1, 0)
         except OSError as error:

@@ -21,8 +21,8 @@ class GcsRetention(Retention):
 
     _right = "Grant the role of packer/permissions/gcp-vm-lock.yaml on the bucket"
     _enable = (
-        "Turn on object retention for the bucket, or create one that has it: `gcloud storage buckets create "
-        "gs://NEW --enable-per-object-retention`; or set store.lock_days = 0"
+        "Set store.lock_days = 0, turn on object retention for the bucket, or create one that has it",
+        "gcloud storage buckets create gs://NEW --enable-per-object-retention",
     )
     _disabled = Permanent
 

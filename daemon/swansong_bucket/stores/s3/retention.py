@@ -26,11 +26,13 @@ class S3Retention(Retention):
         super().__init__(lock, has_lock, access.clock)
         self._access = access
         self._enable = (
-            "Enable Object Lock: "
-            f"`aws s3api put-bucket-versioning --bucket {access.bucket} "
-            "--versioning-configuration Status=Enabled && "
-            f"aws s3api put-object-lock-configuration --bucket {access.bucket} "
-            "--object-lock-configuration ObjectLockEnabled=Enabled`; or set store.lock_days = 0"
+            "Set store.lock_days = 0, or enable Object Lock",
+            (
+                f"aws s3api put-bucket-versioning --bucket {access.bucket} "
+                "--versioning-configuration Status=Enabled && "
+                f"aws s3api put-object-lock-configuration --bucket {access.bucket} "
+                "--object-lock-configuration ObjectLockEnabled=Enabled"
+            ),
         )
 
     def _headers(self, mode: str, until: str) -> dict[str, str]:
