@@ -109,23 +109,19 @@ def create(store: ObjectStore, keys: RunKeys, pin: Pin) -> None:
         if found is not None and (found.ref, found.note) == (pin.ref, pin.note):
             return  # also an attempt whose reply was lost
         held = "an unreadable pin" if found is None else str(found.ref)
-        raise Exists(
-            f"the name {pin.name} is taken by {held}",
-            hint=f"Choose another name, or remove the pin: swansong unpin {pin.name}",
-        ) from None
+        raise Exists(f"the name {pin.name} is taken by {held}") from None
 
 
-def remove(store: ObjectStore, keys: RunKeys, name: str) -> None:
-    """Remove a pin.
+def remove(store: ObjectStore, keys: RunKeys, name: str) -> bool:
+    """Remove a pin; False: the run has no such pin.
 
     Raises:
-        NotFound: the run has no such pin.
         StoreError: the store failed, or the role may not delete.
     """
     found = store.head(keys.pin(name))
-    if found is None:
-        raise NotFound(f"run {keys.run} has no pin {name}", hint="List the pins: swansong ls")
-    store.delete(found.key, if_tag=found.tag)
+    if found is not None:
+        store.delete(found.key, if_tag=found.tag)
+    return found is not None
 
 
 def read(store: ObjectStore, keys: RunKeys, key: str) -> Pin | None:

@@ -7,7 +7,7 @@ import argparse
 from contextlib import suppress
 
 from swansong import bounds
-from swansong_bucket.errors import CorruptError, NothingToRestore, StoreError
+from swansong_bucket.errors import ConfigError, CorruptError, Exists, NothingToRestore, StoreError
 from swansong_bucket.format.keys import is_pin_name
 from swansong_bucket.format.wall import utc_now
 from swansong_bucket.runs import catalog, pins
@@ -64,7 +64,11 @@ def run(args: argparse.Namespace) -> int:
         pin = Pin(
             run=here.keys.run, name=args.name, ref=found.ref, note=args.note, created=utc_now()
         )
-        pins.create(here.store, here.keys, pin)
+        try:
+            pins.create(here.store, here.keys, pin)
+        except Exists as error:
+            fix = f"choose another name, or remove that pin with: swansong unpin {pin.name}"
+            raise ConfigError([f"--name: {error} (got {pin.name!r}); {fix}"]) from None
         # A prune that had read the pins before may delete the commit at this moment.
         if not _is_there(here, found):
             with suppress(StoreError):  # without the right to delete, swansong ls shows the pin

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import argparse
 
+from swansong_bucket.errors import ConfigError
 from swansong_bucket.runs import pins
+from swansong_bucket.runs.pins import Pins
 
 from swansong_tools.commands.bucket_command import opened
 from swansong_tools.commands.common import add_run
@@ -23,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with opened(args) as here:
-        pins.remove(here.store, here.keys, args.name)
+        if not pins.remove(here.store, here.keys, args.name):
+            names = ", ".join(stored.name for stored in Pins(here.store, here.keys).now()) or "none"
+            problem = f"NAME: is not a pin of run {here.keys.run} (got {args.name!r})"
+            raise ConfigError([f"{problem}; choose one of its pins: {names}"])
     print(f"removed the pin {args.name} of run {here.keys.run}")
     return 0
