@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from typing import Any
 
@@ -42,3 +43,24 @@ def test_killed_during_a_flush_it_continues_where_it_was(
     (known,) = until(lambda: vm.status()["trainers"], what="the trainer")
     assert known["pid"] == trainer.pid
     trainer.lines.wait(event="committed", committed=flush["step"])
+
+
+@pytest.mark.fault("D13")
+def test_after_its_directory_in_staging_was_deleted_it_makes_another(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """The daemon ends; the next one creates the directory, and a notice to the same trainer ends SAFE."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    trainer = vm.start_trainer(script=witness)
+    trainer.lines.wait(step=5)
+    vm.run_directory.rename(vm.disk / "lost")
+    shutil.rmtree(vm.disk / "lost")
+    assert daemon.wait() == 15
+    assert daemon.lines.all(event="staging_replaced", directory=str(vm.run_directory))
+
+    restarted = vm.start_daemon()
+    until(lambda: vm.status()["trainers"], what="the trainer")
+    aws.notice(in_s=60)
+    restarted.lines.wait(event="verdict", verdict="SAFE")
+    assert bucket.manifests()

@@ -398,9 +398,11 @@ class WokeUp:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """An operator stops or restarts the daemon: end quickly, without effect on the trainer."""
+    """The daemon is to stop or restart: it ends quickly, without effect on the trainer."""
 
     reason: str
+    code: int = 0
+    """The exit code."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ from swansongd.core import (
 )
 from swansongd.core.events import Action, Event
 from swansongd.core.state import State
-from swansongd.core.transition import EXIT_STOPPED, Transition
+from swansongd.core.transition import Transition
 
 
 def step(state: State, event: Event, now_mono_s: float) -> tuple[State, tuple[Action, ...]]:
@@ -143,8 +143,8 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
             flight.record_link(transition, is_needed=is_needed)
         case events.WokeUp(slept_s):
             starts.record_woke_up(transition, slept_s)
-        case events.StopRequested(reason):
-            course.leave(transition, EXIT_STOPPED, reason)
+        case events.StopRequested(reason, code):
+            course.leave(transition, code, reason)
         case events.Tick():
             flight.sample_bandwidth(transition)
         case _ as unreachable:

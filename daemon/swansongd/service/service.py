@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 import structlog
 from swansong import protocol
+from swansong_bucket.errors import StagingError
 from swansong_bucket.model import DRILL, NoticeKind, Verdict
 from swansong_bucket.util.threads import lasting_thread
 
@@ -211,6 +212,7 @@ class Service:
             self._post,
             _log,
             before=lambda: None if self._signal_sender is None else self._signal_sender.look(),
+            replaced=self._restart_in_new_staging,
         )
         self._remover = Remover(self._staging.fd, self._observer.rescan)
         context = RestoreContext(
@@ -413,6 +415,14 @@ class Service:
     def _tick_s(self) -> float:
         tick_s = _TICK_S if self._state.evacuation is None else _TICK_URGENT_S
         return min(tick_s, self._notifier.watchdog_interval_s or tick_s)
+
+    def _restart_in_new_staging(self) -> None:
+        """Trainers save elsewhere: end, so that the next daemon prepares the directory as at any start.
+
+        Not during an upload: what the open directory still has may be committed.
+        """
+        if self._state.evacuation is None and self._state.flush.flight is None:
+            self._post(StopRequested("staging was replaced", StagingError.exit_code))
 
     def _on_signal(self, number: int) -> None:
         arrived_mono_s = time.monotonic()

@@ -30,6 +30,7 @@ class StagingObserver:
         log: a structlog logger.
         interval_s: interval of the periodic scans.
         before: called before each result is posted: who wrote the sets must be known first.
+        replaced: called after each scan while the path leads to another directory than the open one.
     """
 
     def __init__(
@@ -37,14 +38,17 @@ class StagingObserver:
         scanner: Scanner,
         post: Callable[[Event], None],
         log: Any,
+        *,
         interval_s: float = 1.0,
         before: Callable[[], object] = lambda: None,
+        replaced: Callable[[], object] = lambda: None,
     ) -> None:
         self._scanner = scanner
         self._post = post
         self._log = log
         self._interval_s = interval_s
         self._before = before
+        self._replaced = replaced
         self._wake = threading.Event()
         self._requested = threading.Event()
         self._stop = threading.Event()
@@ -107,6 +111,8 @@ class StagingObserver:
         was_replaced, self._is_replaced = self._is_replaced, self._scanner.is_replaced
         if self._is_replaced and not was_replaced:
             self._log.error("staging_replaced", directory=str(self._scanner.run_directory))
+        if self._is_replaced:
+            self._replaced()
         if is_requested or self._last is None or _content(scanned) != _content(self._last):
             known = () if self._last is None else self._last.rejected
             for directory, reason in scanned.rejected:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from swansongd.core.events import (
     FenceFound,
     Mark,
     NoticeRaised,
+    NoticeWithdrawn,
     Prune,
     Rescan,
     Scanned,
@@ -221,6 +223,22 @@ def test_the_service_survives_an_event_that_raises_and_shows_it(
         "count": 1,
         "last": "event TrainerProgress: ValueError: math domain error",
     }
+
+
+def test_a_replaced_staging_directory_ends_the_daemon_after_the_evacuation(
+    service: Service,
+) -> None:
+    """With the exit code of staging.  Until then the open directory may have sets to commit."""
+    service._post(NoticeRaised(a_notice(deadline_mono_s=time.monotonic() + 100.0)))
+    service._turn()
+    service._restart_in_new_staging()
+    service._turn()
+    assert service._exit is None
+    service._post(NoticeWithdrawn("aws.spot", "test"))
+    service._turn()
+    service._restart_in_new_staging()
+    service._turn()
+    assert service._exit == Exit(StagingError.exit_code, "staging was replaced")
 
 
 @pytest.mark.fault("H09")
