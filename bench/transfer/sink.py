@@ -139,9 +139,6 @@ class Counters:
     cpu_s: float
     bytes_in: int
     bytes_out: int
-    requests: int
-    connections: int
-    whole_objects: int
     whole_bytes: int
     made_503: int
     made_stall: int

@@ -450,8 +450,6 @@ class World:
         self.closed = 0
         """Number of prunes that would not see another pin in time."""
         self.prunes = 0
-        self.inner_prunes = 0
-        """Those of them that began within another one."""
         self.crashes = 0
 
     def live(self) -> None:
@@ -682,7 +680,6 @@ class World:
         try:
             self.prune(store, KEYS, self.rules, now_wall_s=self._wall_s())
             self.prunes += 1
-            self.inner_prunes += self.depth > 1
         except Crash:
             self.crashes += 1
         except Transient:
