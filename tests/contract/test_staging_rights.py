@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -46,6 +47,28 @@ def prepared(staging: Path) -> str:
     os.umask(0o077)
     prepare(staging, "r1").release()
     return "prepared"
+
+
+@pytest.mark.parametrize("umask", [0, 0o022, 0o077])
+def test_the_run_directory_is_sticky_and_open_to_the_group(staging: Path, umask: int) -> None:
+    """It inherits the group, also in the sandbox, which refuses to set the setgid bit, and with any umask."""
+
+    def in_sandbox() -> str:
+        chmod = os.fchmod
+
+        def refusing(fd: int, mode: int) -> None:
+            if mode & stat.S_ISGID:  # as RestrictSUIDSGID=
+                raise PermissionError(errno.EPERM, "not permitted")
+            chmod(fd, mode)
+
+        os.fchmod = refusing
+        os.umask(umask)
+        prepare(staging, "r1").release()
+        return f"{os.umask(0):o}"
+
+    assert as_user(DAEMON, in_sandbox) == f"{umask:o}"
+    facts = (staging / "r1").stat()
+    assert (oct(facts.st_mode & 0o7777), facts.st_gid) == ("0o3770", staging.stat().st_gid)
 
 
 def scanned(run: Path) -> Scanned:
