@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ import pytest
 from google.cloud import storage
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.stores.file.store import FileStore
-from swansong_tools.commands import export, main
+from swansong_tools.commands import export, main, plain_files
+from swansong_tools.commands.plain_files import PlainFiles
 
 from testkit.committed import commit, configuration, file_store, flip_bit, object_path, tree
 from testkit.foreign_servers import BUCKET, fake_gcs
@@ -168,6 +169,69 @@ def test_a_failure_of_the_sdk_is_an_error_of_the_store(
     monkeypatch.setenv("AWS_PROFILE", "missing")
     assert exported(store, tmp_path, "--to", "s3://b/p") == 16
     assert "no credentials for s3://b/p/: The config profile (missing)" in capsys.readouterr().err
+
+
+class _Bucket(PlainFiles):
+    """A bucket in memory.
+
+    Args:
+        keeps: the metadata of an object that it returns.
+        stored: the bytes that it stores in place of the file's.
+    """
+
+    def __init__(self, *, keeps: bool, stored: Callable[[bytes], bytes | None]) -> None:
+        super().__init__("s3://b/", (OSError,))
+        self.keeps, self.stored = keeps, stored
+        self.objects: dict[str, tuple[bytes, str | None]] = {}
+        self.writes = 0
+
+    def _found(self, path: str) -> tuple[int, str | None] | None:
+        found = self.objects.get(path)
+        return None if found is None else (len(found[0]), found[1])
+
+    def _upload(self, path: str, metadata: Mapping[str, str], source: Path) -> None:
+        self.writes += 1
+        stored = self.stored(source.read_bytes())
+        if stored is not None:
+            (identity,) = metadata.values()
+            self.objects[path] = (stored, identity if self.keeps else None)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_store_without_metadata_gets_all_files(
+    store: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, keeps: bool
+) -> None:
+    """The export succeeds, and a second one writes the files again, which metadata would prevent."""
+    commit(store, FILES, step=100)
+    bucket = _Bucket(keeps=keeps, stored=lambda data: data)
+    monkeypatch.setattr(plain_files, "opened", lambda _: bucket)
+    for _ in range(2):
+        assert exported(store, tmp_path, "--to", "s3://b/") == 0
+    assert {path: data for path, (data, _) in bucket.objects.items()} == FILES
+    assert bucket.writes == len(FILES) * (1 if keeps else 2)
+
+
+@pytest.mark.parametrize(
+    ("stored", "words"),
+    [
+        (lambda _: None, "it is not there afterwards"),
+        (lambda data: data[1:], "1 other bytes are there in place of 2"),
+    ],
+)
+def test_a_file_that_is_not_stored_as_it_was_written_is_an_error(
+    store: FileStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    *,
+    stored: Callable[[bytes], bytes | None],
+    words: str,
+) -> None:
+    """Also in a store without metadata; the error says whether the file is missing or another one."""
+    commit(store, {"config.json": b"{}"}, step=100)
+    monkeypatch.setattr(plain_files, "opened", lambda _: _Bucket(keeps=False, stored=stored))
+    assert exported(store, tmp_path, "--to", "s3://b/") == 16
+    assert f"writing s3://b/config.json failed: {words}" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("plant", ["file", "directory"])

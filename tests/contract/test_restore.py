@@ -385,7 +385,7 @@ def test_a_missing_store_is_not_an_empty_one(tmp_path: Path, to: Path) -> None:
 def test_a_destination_in_use_is_refused_before_the_download(
     store: FileStore, tmp_path: Path
 ) -> None:
-    """A file, a link and a directory with entries stay untouched."""
+    """A file, a name below it, a link and a directory with entries stay untouched."""
     full = tmp_path / "full"
     full.mkdir()
     (full / "precious").write_text("x")
@@ -397,6 +397,9 @@ def test_a_destination_in_use_is_refused_before_the_download(
         with pytest.raises(StagingError, match="not an empty directory") as caught:
             restore(store, KEYS, RestoreTarget(destination))
         assert caught.value.hint
+    with pytest.raises(StagingError, match="file/below failed: Not a directory") as caught:
+        restore(store, KEYS, RestoreTarget(file / "below"))
+    assert caught.value.hint
     assert tree(full) == {"precious": b"x"}
     assert file.read_text() == "x"
     assert sorted(os.listdir(tmp_path)) == ["file", "full", "link", "store"]
@@ -415,7 +418,7 @@ def test_a_link_in_place_of_the_parent_is_not_followed(store: FileStore, tmp_pat
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (tmp_path / "parent").symlink_to(elsewhere)
-    with pytest.raises(StagingError, match="cannot restore to"):
+    with pytest.raises(StagingError, match="restoring to"):
         restore(store, KEYS, RestoreTarget(tmp_path / "parent" / "here"))
     assert os.listdir(elsewhere) == []
 
@@ -436,7 +439,7 @@ def test_a_link_put_into_the_target_during_the_restore_is_not_followed(
             (partial / "deep").symlink_to(elsewhere)
         return True
 
-    with pytest.raises(StagingError, match="cannot restore to"):
+    with pytest.raises(StagingError, match="restoring to"):
         restore(
             OddStore(tmp_path / "store", swap),
             KEYS,

@@ -189,6 +189,8 @@ class RestoreTarget:
             except FileNotFoundError:
                 return
             except NotADirectoryError:
+                if not os.path.lexists(self.destination):
+                    raise  # a file in place of a directory above it
                 found = None
             is_free = found is not None and not os.listdir(found)
             if found is not None:
@@ -489,7 +491,10 @@ class RestoreTarget:
         try:
             yield
         except OSError as error:
-            raise StagingError(f"cannot restore to {self.destination}: {error.strerror}") from error
+            raise StagingError(
+                f"restoring to {self.destination} failed: {error.strerror}",
+                hint="Restore to another directory",
+            ) from error
 
     @contextmanager
     def _open(self, path: str) -> Iterator[int]:

@@ -49,6 +49,7 @@ The files are verified before they are written.
 boto3 and google-cloud-storage write them, with their own credentials and settings, such as AWS_ENDPOINT_URL.
 On S3 the role needs s3:PutObject, s3:GetObject and s3:AbortMultipartUpload.
 An interrupted export continues with what is missing, and other files stay.
+A store without user metadata gets all files again.
 A directory gets each file whole, and no link in it is followed.
 For a bucket, /var/tmp needs room for the largest file, or 1 GiB."""
 EXAMPLES = {

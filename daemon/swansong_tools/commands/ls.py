@@ -83,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
             metric = rules.best_metric
             columns = _wide(metric) if args.wide else _narrow(rows, metric)
             console(is_wide=args.wide).print(_table(rows, columns))
+            _note_unknown_metric(rows, metric, args.best)
             _note_damaged(rows)
             _note_reduced(rows)
         if args.newest is None:
@@ -192,6 +193,16 @@ def _note_lost(pins: list[StoredPin], rows: list[dict[str, Any]]) -> None:
             note(f"the pin {stored.name} is damaged, and keeps all older commits: {stored.problem}")
         elif stored.pin.ref not in known:
             note(f"the pin {stored.name} names {stored.pin.ref}, which does not exist")
+
+
+def _note_unknown_metric(rows: list[dict[str, Any]], metric: str, asked: str | None) -> None:
+    """Many runs report no loss, which is the default: that is no mistake."""
+    names = sorted({name for row in rows for name in row["health"]})
+    if metric in names or (asked is None and metric == RetentionConfig().best_metric):
+        return
+    key = "retention.best_metric" if asked is None else "--best"
+    known = f"choose one of {', '.join(names)}" if names else "the commits have no metric"
+    note(f"{key}: is the metric of no commit (got {metric!r:.100}); {known}")
 
 
 def _note_damaged(rows: list[dict[str, Any]]) -> None:

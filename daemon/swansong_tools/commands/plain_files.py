@@ -78,7 +78,7 @@ class PlainFiles(abc.ABC):
     def has(self, path: str, shard: StoredShard) -> bool:
         """Whether an earlier export has written this file."""
         try:
-            return self._is_stored(path, shard)
+            return self._stored(path) == (shard.size_bytes, identity_of(shard))
         except StoreError:
             return False  # without the right to list, S3 refuses HEAD of an absent key
 
@@ -92,15 +92,23 @@ class PlainFiles(abc.ABC):
             self._upload(path, {_IDENTITY: identity_of(shard)}, source)
         except self._errors as error:
             raise StoreError(f"writing {self._url}{path} failed: {error}") from error
-        if not self._is_stored(path, shard):
-            raise StoreError(f"{self._url}{path} was written, and is not there")
+        size_bytes, identity = self._stored(path)
+        if size_bytes is None:
+            raise StoreError(f"writing {self._url}{path} failed: it is not there afterwards")
+        # Some stores return no metadata; the SDK has compared the checksum.
+        if size_bytes != shard.size_bytes or identity not in (None, identity_of(shard)):
+            raise StoreError(
+                f"writing {self._url}{path} failed: {size_bytes} other bytes are there in place of "
+                f"{shard.size_bytes}",
+                hint="Stop the other writer, or choose another prefix",
+            )
 
-    def _is_stored(self, path: str, shard: StoredShard) -> bool:
+    def _stored(self, path: str) -> tuple[int | None, str | None]:
+        """The size and the identity of an object; None for what the store does not have."""
         try:
-            found = self._found(path)
+            return self._found(path) or (None, None)
         except self._errors as error:
             raise StoreError(f"reading {self._url}{path} failed: {error}") from error
-        return found == (shard.size_bytes, identity_of(shard))
 
     @abc.abstractmethod
     def _found(self, path: str) -> tuple[int, str | None] | None:

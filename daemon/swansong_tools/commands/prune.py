@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
+from swansong_bucket.config.sections import RetentionConfig
 from swansong_bucket.retention.prune import PruneDecision, PruneReport, prune
 from swansong_bucket.runs import catalog
 from swansong_bucket.util.printable import printable
@@ -73,7 +74,17 @@ def run(args: argparse.Namespace) -> int:
     if report.decisions:
         console().print(_table(report.decisions))
     _summarise(here.keys.run, report, prices, is_dry_run=args.dry_run)
+    _note_unknown_metric(here.config.retention, report.decisions)
     return 0
+
+
+def _note_unknown_metric(rules: RetentionConfig, decisions: list[PruneDecision]) -> None:
+    """Many runs report no loss, which is the default: that is no mistake."""
+    metric = rules.best_metric
+    is_used = any(f"best {metric}" in decision.reasons for decision in decisions)
+    if rules.keep_best and decisions and not is_used and metric != RetentionConfig().best_metric:
+        problem = f"retention.best_metric: is the metric of no commit (got {metric!r})"
+        note(f"{problem}; list the metrics with: swansong ls")
 
 
 def _facts(run: str, report: PruneReport, prices: Prices, *, is_dry_run: bool) -> dict[str, Any]:

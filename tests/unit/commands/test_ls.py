@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,11 @@ from rich.cells import cell_len
 from rich.console import Console
 from swansong_bucket.format import manifest
 from swansong_bucket.format.keys import RunKeys
-from swansong_tools.commands import ls
+from swansong_tools.commands import ls, main
 from swansong_tools.commands.bucket_command import Opened
 from swansong_tools.units import human_age
 
-from testkit.committed import commit
+from testkit.committed import commit, configuration, file_store
 from testkit.memory_store import MemoryStore
 
 KEYS = RunKeys("r")
@@ -55,6 +56,34 @@ def test_added_bytes_are_those_of_the_commit_itself() -> None:
     assert (newer["size_bytes"], newer["added_bytes"]) == (5500, 500)
     assert (older["size_bytes"], older["added_bytes"]) == (5000, 5000)
     assert ls.rows_of(here, 1, is_quiet=True) == [newer]
+
+
+def test_a_metric_that_no_commit_has_is_named_with_those_that_exist(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By ``--best``, and by the configuration, whose commits prune then does not keep.  Not the default."""
+
+    def noted(*words: str, more: str = "") -> str:
+        config = configuration(tmp_path, store.url, more=more)
+        assert main.main(["--config", str(config), *words]) == 0
+        return capfd.readouterr().err
+
+    store = file_store(tmp_path / "store")
+    commit(store, {"a": b"1"}, step=1, health={})
+    assert noted("ls") == noted("prune", "--dry-run", "--quiet") == ""
+    assert "--best: is the metric of no commit (got 'acc'); the commits" in noted(
+        "ls", "--best", "acc"
+    )
+    commit(store, {"a": b"2"}, step=2, nonce="a2", loss=1.0)
+    assert noted("ls", "--best", "acc") == (
+        "swansong: --best: is the metric of no commit (got 'acc'); choose one of loss\n"
+    )
+    set_so = '[retention]\nbest_metric = "acc"\n'
+    for command in (["ls"], ["prune", "--dry-run", "--quiet"]):
+        assert "retention.best_metric: is the metric of no commit (got 'acc')" in noted(
+            *command, more=set_so
+        )
+        assert noted(*command, more=set_so.replace("acc", "loss")) == ""
 
 
 @pytest.mark.parametrize("metric", ["loss", "validation_accuracy_of_the_best", "漢" * 64])
