@@ -35,7 +35,7 @@ from swansongd.observe.status import SenderStatus
 from testkit.emulators import tls
 from testkit.raw_server import Peer, RawServer, Script
 from testkit.story import Story, a_notice
-from testkit.waiting import is_running, until
+from testkit.waiting import Clock, is_running, until
 
 ORIGIN = Origin(run="run", vm="vm", host="host")
 SECRET = "T0SECRET0B0"
@@ -453,14 +453,48 @@ def test_the_command_gets_the_facts_and_no_other_variable(tmp_path: Path) -> Non
     assert (done.code, done.output) == (0, "notice 118.5 it's $(reboot) []")
 
 
+class Paused(threading.Event):
+    """Takes the place of ``stop``: its wait ends under this condition, a minute later by the clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, condition: Callable[[], object]) -> None:
+        super().__init__()
+        self._condition, self._clock = condition, Clock()
+        monkeypatch.setattr(exec_command, "time", self._clock)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        until(self._condition, what="the end of the pause")
+        self._clock.advance(60.0)
+        return False
+
+
 @pytest.mark.fault("W04")
-def test_a_command_that_hangs_is_killed_with_its_children() -> None:
+def test_a_command_that_hangs_is_killed_with_its_children(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The children hold the pipe of the output, and one of them ignores SIGTERM."""
-    script = "(trap '' TERM; sleep 600) & sleep 600 & echo $!; wait"
-    done = run("/bin/sh", "-c", script, timeout_s=0.3)
+    file = tmp_path / "child"
+    script = f"(trap '' TERM; sleep 600) & sleep 600 & echo $! >{file}; wait"
+    paused = Paused(monkeypatch, lambda: file.exists() and file.read_text().endswith("\n"))
+    done = run_bounded(("/bin/sh", "-c", script), os.environ, timeout_s=30.0, stop=paused)
     assert done.code is None
-    child = int(done.output)
+    child = int(file.read_text())
     until(lambda: not is_running(child), what="the end of the child")
+
+
+@pytest.mark.fault("W04")
+def test_a_command_that_ended_is_not_reported_as_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon did not run between its end and the time limit."""
+    pids: list[int] = []
+    has_ended = exec_command._has_ended
+
+    def recorded(pid: int) -> bool:
+        pids.append(pid)
+        return len(pids) > 1 and has_ended(pid)
+
+    monkeypatch.setattr(exec_command, "_has_ended", recorded)
+    paused = Paused(monkeypatch, lambda: has_ended(pids[0]))
+    done = run_bounded(("/bin/sh", "-c", "echo sent"), os.environ, timeout_s=30.0, stop=paused)
+    assert (done.code, done.output) == (0, "sent")
 
 
 @pytest.mark.fault("W04")

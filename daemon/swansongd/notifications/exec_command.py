@@ -173,9 +173,10 @@ def run_bounded(
         fd = process.stdout.fileno()
         os.set_blocking(fd, False)
         output = b""
-        has_time = True
+        has_time, has_ended = True, False
         try:
-            while has_time and not _has_ended(process.pid):
+            # A command that ended while this thread did not run has ended, however late it is by now.
+            while not (has_ended := _has_ended(process.pid)) and has_time:
                 output = _read(fd, output)
                 is_stopped = stop.wait(_POLL_S)
                 has_time = not is_stopped and time.monotonic() - began_mono_s < timeout_s
@@ -183,7 +184,7 @@ def run_bounded(
             code = _end(process)
         output = _read(fd, output)
     text = output.decode(errors="replace").strip()
-    return Outcome(code if has_time else None, text, time.monotonic() - began_mono_s)
+    return Outcome(code if has_ended else None, text, time.monotonic() - began_mono_s)
 
 
 def _end(process: subprocess.Popen[bytes]) -> int | None:
