@@ -13,12 +13,14 @@ from typing import cast
 
 import pytest
 from swansong._ranks import choice as choices
+from swansong._ranks import job_store
 from swansong._ranks.agreement import Ranks
 from swansong._ranks.choice import Choice, Outcome, RestoreChoice
+from swansong._ranks.job_store import wait_for_key
 from swansong._ranks.rendezvous import Rendezvous
 
 from testkit.job_store import MemoryJobStore
-from testkit.waiting import in_threads
+from testkit.waiting import Clock, in_threads
 
 WORLD_SIZE = 4
 NEWEST = 40
@@ -124,6 +126,46 @@ def test_a_rank_that_dies_in_its_fetch_ends_the_restore_of_all(
     assert {each.get("error") for each in decided.values()} == {
         f"rank {dead} sent no heartbeat for 0 s"
     }
+
+
+def test_a_pause_of_the_vm_is_not_the_silence_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that was paused with this one can send its next heartbeat first."""
+    store, clock = MemoryJobStore(), Clock()
+    monkeypatch.setattr(choices, "time", clock, raising=False)
+    looks = iter(
+        [
+            lambda: None,
+            lambda: clock.advance(10 * choices.RENDEZVOUS_LIMIT_S),
+            lambda: store.add(choices._beats("start", 1), 1),
+        ]
+    )
+
+    def waits(*_: object, **__: object) -> bool:
+        look = next(looks, None)
+        if look is not None:
+            look()
+        return look is None
+
+    monkeypatch.setattr(choices, "wait_for_key", waits)
+    rendezvous = SimpleNamespace(closed=threading.Event(), poll_s=0.002)
+    choice = RestoreChoice(cast("Rendezvous", rendezvous))
+    assert choice._wait(store, "start", "key", [1]) == ""
+
+
+def test_a_key_that_appears_in_the_last_poll_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process did not run between the poll and the look at the clock, until the limit had passed."""
+    store, clock = MemoryJobStore(), Clock()
+    monkeypatch.setattr(job_store, "time", clock)
+    check = store.check
+
+    def check_then_pause(keys: list[str]) -> bool:
+        found = check(keys)
+        clock.advance(60.0)
+        store.set("key", "there")
+        return found
+
+    monkeypatch.setattr(store, "check", check_then_pause)
+    assert wait_for_key(store, "key", threading.Event(), every_s=0.001, limit_s=10.0)
 
 
 def test_no_two_ranks_ever_load_different_checkpoints() -> None:

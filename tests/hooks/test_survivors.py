@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from swansong._ranks import survivors
@@ -15,7 +16,7 @@ from swansong._ranks.survivors import Survivors, agree, is_loss_of_a_peer, named
 
 from testkit.job_store import MemoryJobStore
 from testkit.python_process import output_of, run_python
-from testkit.waiting import in_threads
+from testkit.waiting import Clock, in_threads
 
 torch = pytest.importorskip("torch")
 KEY = "start/survivors"
@@ -84,6 +85,24 @@ def test_a_rank_that_returns_finds_the_decision_and_is_not_in_it(
     first = agree(store, KEY, ranks_of(0, 2), 7)
     late = agree(store, KEY, ranks_of(1, 2), 8)
     assert first == late == Survivors(7, {0: 0})
+
+
+def test_a_pause_of_the_vm_is_not_the_silence_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that runs first after the pause waits for the answers of the others."""
+    store, clock = MemoryJobStore(), Clock()
+
+    def answer() -> None:
+        store.set(f"{KEY}/answer/2", "[7, 1]")
+        store.add(f"{KEY}/answers", 1)
+
+    during = iter([lambda: clock.advance(60.0), answer])
+
+    def sleep(seconds: float) -> None:
+        clock.advance(seconds)
+        next(during, lambda: None)()
+
+    monkeypatch.setattr(survivors, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=sleep))
+    assert agree(store, KEY, ranks_of(0, 4), 7) == Survivors(7, {0: 0, 2: 1})
 
 
 def test_survivors_are_counted_without_gaps() -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -155,19 +154,20 @@ class RestoreChoice:
         return decided
 
     def _wait(self, store: JobStore, job: str, key: str, watched: Iterable[int]) -> str:
-        """Wait for a key; returns the reason if a watched rank is silent for too long, else an empty text."""
+        """Wait for a key; returns the reason if a watched rank is silent for too long, else an empty text.
+
+        Silence is counted in looks, not by a clock: during a pause of the VM its ranks send no heartbeats.
+        """
         stop, poll_s = self._rendezvous.closed, self._rendezvous.poll_s
-        beats = {rank: (-1, time.monotonic()) for rank in watched}
-        while not wait_for_key(
-            store, key, stop, every_s=poll_s, limit_s=max(_HEARTBEAT_S, 20 * poll_s)
-        ):
+        look_s = max(_HEARTBEAT_S, 20 * poll_s)
+        beats = dict.fromkeys(watched, (-1, 0.0))
+        while not wait_for_key(store, key, stop, every_s=poll_s, limit_s=look_s):
             if stop.is_set():
                 raise TimeoutError("this rank has left the job")
-            for rank, (count, counted_mono_s) in beats.items():
-                new_count, now_mono_s = store.add(_beats(job, rank), 0), time.monotonic()
-                if new_count != count:
-                    beats[rank] = (new_count, now_mono_s)
-                elif now_mono_s - counted_mono_s > RENDEZVOUS_LIMIT_S:
+            for rank, (count, silent_s) in beats.items():
+                new_count = store.add(_beats(job, rank), 0)
+                beats[rank] = (new_count, silent_s + look_s if new_count == count else 0.0)
+                if beats[rank][1] > RENDEZVOUS_LIMIT_S:
                     return f"rank {rank} sent no heartbeat for {RENDEZVOUS_LIMIT_S:.0f} s"
         return ""
 

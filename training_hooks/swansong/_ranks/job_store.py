@@ -123,10 +123,11 @@ def wait_for_key(
         False if the limit passed or ``stop`` was set before the key appeared.
     """
     give_up_mono_s = time.monotonic() + limit_s
-    while not store.check([key]):
-        left_s = give_up_mono_s - time.monotonic()
+    left_s = limit_s
+    while not store.check([key]):  # at least once after the limit has passed
         if left_s <= 0 or stop.wait(min(every_s, left_s)):
             return False
+        left_s = give_up_mono_s - time.monotonic()
     return True
 
 
