@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 
 import pytest
@@ -173,8 +174,13 @@ def test_the_timeout_of_an_exchange_is_bounded(imds: str) -> None:
         assert limits == ["0.05", "0.1", "0.2", "0.3", "0.3"]
         assert refused.value.is_final
         control(imds, "clear")
-        client.request("GET", SPOT_PATH)
-        assert client._limit_s < 0.3
+
+        def falls() -> bool:
+            with suppress(MetadataUnavailable):  # of a slow machine
+                client.request("GET", SPOT_PATH)
+            return client._limit_s < 0.3
+
+        until(falls, what="a lower timeout")
 
 
 @pytest.mark.fault("N11")
