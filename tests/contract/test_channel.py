@@ -388,12 +388,12 @@ def test_the_socket_is_for_owner_and_group(umask: int, tmp_path: Path) -> None:
 
 
 def test_a_stale_socket_is_replaced_and_a_live_one_is_not(running: RunningChannel) -> None:
-    """The socket of a dead daemon is replaced; a running daemon keeps its socket."""
+    """A daemon replaces the socket of a dead daemon, and refuses that of a running one as a wrong path."""
     stale = running.directory / "stale"
     connection.listen(stale).close()
     with RunningChannel(path=stale) as successor:
         successor.joined().close()
-    with pytest.raises(SwansongError, match="another process listens"):
+    with pytest.raises(ConfigError, match="another process listens"):
         connection.listen(running.path)
     running.joined().close()
 

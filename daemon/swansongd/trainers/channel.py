@@ -136,8 +136,7 @@ class TrainerChannel:
         """Listen, and serve in a thread.
 
         Raises:
-            SwansongError: another process listens at the path, or the path is not a socket.
-            ConfigError: the socket cannot be created there.
+            ConfigError: the socket cannot be created there, or another process listens at it.
         """
         if self._listener_fd is None:
             try:

@@ -11,7 +11,7 @@ import struct
 from contextlib import suppress
 from pathlib import Path
 
-from swansong_bucket.errors import ConfigError, SwansongError
+from swansong_bucket.errors import ConfigError
 
 SHORT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Errors that may pass when this process, or another one, has freed descriptors or memory."""
@@ -46,8 +46,7 @@ def listen(
         mode: of the file.
 
     Raises:
-        ConfigError: the path is not a socket.
-        SwansongError: another process listens there.
+        ConfigError: another process listens at the path, or the path is not a socket.
         OSError: the directory is missing or not writable.
     """
     _remove_stale(path, kind, key)
@@ -79,7 +78,7 @@ def _remove_stale(path: Path, kind: socket.SocketKind, key: str) -> None:
         with suppress(FileNotFoundError):
             os.unlink(path)
     elif code != errno.ENOENT:
-        raise SwansongError(
-            f"another process listens at {path}",
-            hint=f"stop the other daemon, or name another path in {key}",
+        raise ConfigError(
+            [f"{key}: another process listens at {path}"],
+            hint="Stop the other daemon, or name another path",
         )
