@@ -468,6 +468,15 @@ def seals_after_its_gpu_failed() -> Story:
     return story
 
 
+def loses_a_suspect_set() -> Story:
+    """As before, but the reply to the manifest of the later set is lost, and the set is gone."""
+    story = seals_after_its_gpu_failed()
+    story.flushed()
+    story.commit_fails()
+    story.lose(story.staging[-1])
+    return story
+
+
 def fenced() -> Story:
     story = Story(newest=NEWEST)
     story.join(nodes=2, ranks=1)
@@ -572,6 +581,7 @@ CASES: list[Case] = [
     ("rank 0 last", the_lowest_rank_came_last, "SAFE", "at step 448"),
     ("GPU", gpu_failed, "PARTIAL", "GPU"),
     ("GPU and a later set", seals_after_its_gpu_failed, "PARTIAL", "step 460 stands"),
+    ("GPU and a lost set", loses_a_suspect_set, "PARTIAL", "step 462 may exist"),
     ("GPU and a lost reply", suspect_manifest_without_an_answer, "SAFE", "step 461 is committed"),
     ("fenced", fenced, "PARTIAL", "on other VMs as generation 9"),
     ("no training", lambda: nothing_trained(has_commit=True), "NO_TRAINING", "step 448 stands"),

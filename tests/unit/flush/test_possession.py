@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from swansong_bucket.errors import Transient
+from swansong_bucket.errors import Forbidden, StoreError, Transient
 from swansong_bucket.model import Chunk
 from swansong_bucket.stores.base import Sink
+from swansongd.flush import possession
 from swansongd.flush.known import KnownChunks
 from swansongd.flush.possession import INTERVAL_S, SAMPLE_BYTES, Possession
 
@@ -94,6 +95,25 @@ def test_after_a_loss_all_chunks_of_the_next_commit_are_read(rig: Rig) -> None:
     assert reads(rig) <= before + 9 + 2, "one chunk is enough again"
 
 
+def test_after_a_loss_a_commit_that_did_not_wait_for_its_reads_shows_nothing(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample of each chunk is read until the samples of a whole commit were."""
+    rig.created(b"lost", stored=b"")
+    rig.possession.settle()
+    entered, leave = threading.Event(), threading.Event()
+    rig.store.before = _hanging(entered, leave)
+    rig.created(b"slow")
+    assert entered.wait(60)
+    monkeypatch.setattr(possession, "URGENT_WAIT_S", 0.0)
+    rig.possession.settle()
+    leave.set()
+    before = reads(rig)
+    for number in range(9):
+        rig.created(f"{number}".encode())
+    until(lambda: reads(rig) == before + 9)
+
+
 def test_a_sample_is_small_and_lies_anywhere(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole chunk would delay the commit over a slow link; a store may keep the beginnings only."""
     sizes: list[int] = []
@@ -115,12 +135,13 @@ def test_a_sample_is_small_and_lies_anywhere(rig: Rig, monkeypatch: pytest.Monke
     assert set(sizes) == {SAMPLE_BYTES}
 
 
-def test_a_failing_store_proves_nothing(rig: Rig) -> None:
-    """A read that fails leaves the chunk known: the commit itself needs the store, too."""
+@pytest.mark.parametrize("error", [Transient("timeout"), Forbidden("403")])
+def test_a_failing_store_proves_nothing(rig: Rig, error: StoreError) -> None:
+    """A read that fails leaves the chunk known, also without the right to read."""
 
     def before(call: str, _key: str) -> None:
         if call == "get":
-            raise Transient("timeout")
+            raise error
 
     rig.store.before = before
     chunk = rig.created(b"bytes")

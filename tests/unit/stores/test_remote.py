@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads that are the same on S3, GCS and Azure."""
+"""Requests that are the same on S3, GCS and Azure."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import pytest
 from swansong_bucket.config.sections import StoreAccess
-from swansong_bucket.errors import Permanent
-from swansong_bucket.stores.base import BytesSink, Sink
+from swansong_bucket.errors import Exists, Permanent
+from swansong_bucket.stores.base import Body, BytesSink, Sink
 from swansong_bucket.stores.http.client import Response
 from swansong_bucket.stores.s3.store import S3Store
 
@@ -43,3 +43,44 @@ def test_a_range_is_read_only_from_a_complete_answer(
     else:
         with pytest.raises(Permanent, match="bytes 5-7 are not within the object"):
             store.get_range("key", 5, 3, sink)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "checksum", "methods", "is_ours"),
+    [
+        (5, "of these bytes", "PUT HEAD", True),
+        (5, "of other bytes", "PUT HEAD", False),
+        (4, "", "PUT HEAD", False),
+        (5, "", "PUT HEAD PUT", True),
+    ],
+)
+def test_an_object_that_exists_is_ours_by_its_bytes(
+    size_bytes: int,
+    checksum: str,
+    methods: str,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_ours: bool,
+) -> None:
+    """If the store returns no checksum, only an object of the same size gets these bytes again."""
+    store, body, sent = S3Store(StoreAccess(url="s3://bucket")), Body(b"bytes"), []
+    checksums = {"of these bytes": store._checksum(body), "of other bytes": "AAAAAA=="}
+
+    def answer(
+        _: str, method: str, *_more: object, headers: Mapping[str, str], **_options: object
+    ) -> Response:
+        sent.append(method)
+        if method == "PUT":
+            if "if-none-match" in headers:
+                raise Exists("412")
+            return Response(200, {"etag": '"1"'}, b"")
+        found = {store._checksum_header: checksums[checksum]} if checksum else {}
+        return Response(200, {"content-length": str(size_bytes), "etag": '"1"', **found}, b"")
+
+    monkeypatch.setattr(store._access, "call", answer)
+    if is_ours:
+        store.create("key", body)
+    else:
+        with pytest.raises(Exists):
+            store.create("key", body)
+    assert " ".join(sent) == methods
