@@ -34,6 +34,8 @@ NOT_FOUND = (
            'return chunks[bounds.integer(number, "chunk of an extent", 0, len(chunks) - 1)]',
            "return chunks[number]"),
     Mutant("swansong_bucket.format.manifest", "        if not keys.is_data(key):", "        if False:"),
+    # A unit test finds this one: a restore must copy files of its VM, be interrupted, and continue.
+    Mutant("swansong_bucket.transfer.reader", "is_of_store = self.noted[chunk]", "is_of_store = True"),
     # Each file is opened without following links, and compared with the listing.
     Mutant("swansongd.staging.scan", "    if kind not in (stat.S_IFREG, stat.S_IFDIR):", "    if False:"),
 )  # fmt: skip

@@ -71,6 +71,22 @@ MUTANTS = (
     Mutant("emergency", "if not is_usable and not state.is_covered(answer):", "if False:"),
     Mutant("state", "return ref is not None and ref <= last",
            "return ref is not None and ref.step <= last.step"),
+    # False SAFE of earlier versions.
+    Mutant("proof", "if not state.is_scanned or state.staging.is_settling:", "if not state.is_scanned:"),
+    Mutant("proof", "if not state.is_scanned or state.staging.is_settling:",
+           "if state.staging.is_settling:"),
+    Mutant("proof", "if any(each.is_open and each.id in running for", "if any(False for"),
+    Mutant("proof", "have_ended = start.ended.keys() >= set(range_of(state, start))",
+           "have_ended = bool(start.ended)"),
+    Mutant("proof", "if ordered is not None and ordered > newest and is_other:", "if False:"),
+    Mutant("proof", "    if state.strangers:\n", "    if False:\n"),
+    Mutant("starts", "if start.nodes == 1 or event.reason == Bye().reason:", "if True:"),
+    Mutant("commits", "ordered = max(state.part.ref, commits.ordered or state.part.ref)",
+           "ordered = commits.ordered"),
+    Mutant("proof", "(is_suspect or ordered.generation != start.generation)",
+           "ordered.generation != start.generation"),
+    Mutant("proof", "if newest.generation == start.generation and not is_suspect:",
+           "if newest.generation == start.generation:"),
 )  # fmt: skip
 """Numbered from 0."""
 NOT_FOUND = (

@@ -22,6 +22,10 @@ MUTANTS = (
     Mutant("swansong_bucket.runs.catalog", "return len(self.manifests) == self.nodes", "return True"),
     Mutant("swansongd.core.commits", "if staged is None or staged.nodes == 1:", "if True:"),
     Mutant("swansong._checkpoint.staging", "name, manifest.local_world_size, durable", "name, 1, durable"),
+    Mutant("swansong._ranks.rendezvous", "    nonce = secrets.token_hex(8)\n",
+           '    nonce = f"{rank:016}" if rank else secrets.token_hex(8)\n'),
+    Mutant("swansong._ranks.rendezvous", "                    acknowledged.add(theirs)\n",
+           "                    acknowledged.add(theirs)\n                    missing.discard(other)\n"),
 )  # fmt: skip
 """Numbered from 0.  Each is found within 20 seeds."""
 NOT_FOUND = (

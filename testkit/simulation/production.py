@@ -50,10 +50,12 @@ import swansong.guard
 from swansong import RestoreError, openat
 from swansong._checkpoint import saver, staging
 from swansong_bucket.errors import SwansongError, Transient
+from swansong_bucket.format import farewell as farewells
 from swansong_bucket.format import wall
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.model import CommitRef, DeadlineQuality, Notice, Severity
 from swansong_bucket.runs import catalog, commit
+from swansong_bucket.runs.history import newness
 from swansong_bucket.stores import base, checksums
 from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.transfer import target
@@ -127,6 +129,8 @@ TURN_S = 2.0
 """Longest turn of a decision loop: it waits for an event for at most a second."""
 STOPPED_S = 5.5
 """Longest time from a stop request to the end of the daemon: the reserve, 2 s, and a turn of 0.5 s."""
+TOLD_S = 1.5
+"""Without faults, the next VM of a handover has read a farewell this long after it was written."""
 AGEING = 200
 """With retention, one second of the clock ages objects by this number of seconds."""
 
@@ -208,7 +212,9 @@ class Vm:
         self.service: Service | None = None
         self.guard: Any = None
         self.training: Training | None = None
-        self.has_heir = self.has_trained = False
+        self.predecessor: Vm | None = None
+        """The VM from which this one takes over in a handover."""
+        self.has_trained = False
         """Whether a start of this boot has trained.  Until then, its claim takes the run over."""
         self.lines = f"{self.name}-"
         """Beginning of the names of the lines that this VM trains."""
@@ -619,6 +625,22 @@ class World:
         if what not in {"create", "put"} or generation <= self.claimed:
             self.problems.append(f"{what} of the claim {generation} after {self.claimed}")
         self.claimed = generation
+        self._check_handover(self.vms.get(self.schedule.current.group.partition("-")[0]))
+
+    def _check_handover(self, vm: Vm | None) -> None:
+        """Without faults, no VM claims before its predecessor has ended, or the deadline in its farewell."""
+        before = None if vm is None else vm.predecessor
+        if before is None or self.fault_share or any(self.schedule.skews_s.values()):
+            return
+        stored = (data for key, data in self.store.objects.items() if "/farewells/" in key)
+        found = map(farewells.decode, stored)
+        own = (each for each in found if each.evacuation_id == before.evacuation_id)
+        last = max(own, key=newness, default=None)
+        if last is None or last.is_ended or last.deadline_s is None:
+            return
+        end_wall_s = last.opened_wall_s + last.deadline_s
+        if last.written_wall_s + TOLD_S < self.schedule.wall_s < end_wall_s:
+            self.problems.append(f"{self.vm.name} claims while {before.name} may still commit")
 
     def turned(self, service: Service, turn: Callable[[Service], None]) -> None:
         """V2: a turn of the decision loop waits for an event, and never blocks longer than a second."""
@@ -849,8 +871,8 @@ class World:
         if self.random.random() < 0.8 and self._notice(vm, deadline_s):
             if heir is not None and "handover" in self.features:
                 self.count("handover")
-                vm.has_heir = True
-                self._start(self._boot(heir))
+                self._boot(heir).predecessor = vm
+                self._start(self.vms[f"vm{heir}"])
             for _ in range(self.random.choice([0, 0, 1, 2])):
                 self.schedule.sleep(self.random.uniform(0, min(8.0, deadline_s / 3)))
                 self._disturb(vm)
@@ -885,7 +907,7 @@ class World:
         self.schedule.freeze(vm.name + "-")
 
     def _reboot(self, vm: Vm) -> None:
-        if vm.has_heir:
+        if any(each.predecessor is vm for each in self.vms.values()):
             return  # the first start of a boot would take the run back
         if self.random.random() < 0.7:
             self.await_moment()

@@ -13,10 +13,12 @@ Not covered: saves without lost ranks, which need torch, and rollbacks.
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import socket
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -29,6 +31,7 @@ from swansong._checkpoint.saver import Saver
 from swansong._daemon import session
 from swansong._ranks import rendezvous
 from swansong._ranks.agreement import Ranks
+from swansong._ranks.position import _meet
 from swansong._ranks.rendezvous import Rendezvous
 from swansong.layout import RankManifest
 from swansong.rank_files import Snapshots
@@ -126,7 +129,7 @@ class Job:
         self.values: dict[str, bytes] = {}
         self.delay_s = random.choice([0.0, 0.0, 0.02, 0.3])
         self.fault_share = 0.0
-        self.is_over = self.has_lost_rank = False
+        self.is_over = self.has_lost_rank = self.has_group = False
         self.processes: list[Process] = []
         self.reached = dict.fromkeys(range(self.size), -1)
         """By rank: the step that it has begun."""
@@ -239,6 +242,7 @@ class JobWorld(World):
         self.connections = 0
         # Another random stream: seeds that found a bug before still find the bug.
         self.replaces = Random(f"replaces {seed}").random() < 0.3
+        self.restarts = Random(f"restarts {seed}").random() < 0.5
         self._patch()
 
     def _patch(self) -> None:
@@ -257,7 +261,7 @@ class JobWorld(World):
         changes: list[tuple[Any, str, Any]] = [
             (socket.socket, "connect", connect_named),
             (Saver, "save", save_noted),
-            (swansong.guard, "find_ranks", lambda _: self.process.ranks),
+            (swansong.guard, "find_ranks", self._find_ranks),
             (session, "Rendezvous", partial(Rendezvous, open_store=self._open_store)),
             (rendezvous, "POLL_S", 0.1),  # half as many polls
         ]
@@ -276,6 +280,15 @@ class JobWorld(World):
     def process(self) -> Process:
         """The rank of the current thread."""
         return self.processes[self.schedule.current.group]
+
+    def _find_ranks(self, _socket: str) -> Ranks:
+        """The position of a rank.  On one VM, the ranks of a process group learn their start in its store."""
+        ranks = self.process.ranks
+        if not self.process.job.has_group or ranks.world_size == 1:
+            return ranks
+        self.count("rank of a process group")
+        place = "swansong/attach/1", ranks.rank, ranks.world_size
+        return replace(ranks, start_id=_meet(self._open_store(), *place, math.inf))
 
     def _open_store(self) -> Connection:
         connection = Connection(self.process.job)
@@ -343,18 +356,18 @@ class JobWorld(World):
         self.ranks[job.line] = job.size
         if last is not None:
             last.is_over = True
-            is_same_store = last.vms[0] is vms[0] and not last.ends_with_rank_0
-            if is_same_store and not job.ends_with_rank_0:
-                job.values = last.values
+            if last.vms[0] is vms[0]:  # the same launcher
+                job.ends_with_rank_0 = last.ends_with_rank_0
+                if not job.ends_with_rank_0:
+                    self.count("store of the last job")
+                    job.values = last.values
         self.count(f"job of {len(vms)} VMs")
-        has_group = len(vms) == 1 and len(self.jobs) % 2 == 0
-        start_id = f"{job.line}drawn" if has_group else ""
+        job.has_group = len(vms) == 1 and len(self.jobs) % 2 == 0
         for node, (vm, count) in enumerate(local_ranks.items()):
             vm.start_daemon()
             vm.lines = job.line
             for local in range(count):
-                place = len(job.processes), local, job.size, count, node, len(vms)
-                ranks = Ranks(*place, start_id)
+                ranks = Ranks(len(job.processes), local, job.size, count, node, len(vms))
                 job.processes.append(Process(job, vm, ranks))
             vm.processes = [each for each in job.processes if each.vm is vm]
         self.schedule.start(self._supervise, (job,), group="world", name="launcher")
@@ -508,6 +521,9 @@ class JobWorld(World):
         self.is_calm = True
         vms = self._gather(self.random.choice([1, 2]))
         self._launch(dict.fromkeys(vms, self.random.choice([1, 2])))
+        if self.restarts and self.schedule.wait(lambda: self.jobs[-1].trains, START_S):
+            vms[-1].processes[-1].kill()
+            self.schedule.wait(lambda: not self.jobs[-1].has_lost_rank, START_S)
         self._expect_safe_job()
 
     def _has_periodic(self) -> bool:

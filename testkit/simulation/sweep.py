@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import json
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -156,15 +157,17 @@ def run_mutants(name: str, numbers: list[int], seeds: int, processes: int) -> in
     numbers = numbers or list(range(len(mutants_of(name).MUTANTS)))
     for number in numbers:
         applied(known[number])  # one that does not fit its module would count as found
-    survivors = 0
+    kills: list[int] = []
     with ProcessPoolExecutor(processes) as pool:
         finds = pool.map(partial(_finds, seeds, name), numbers)
-        for number, found in zip(numbers, finds, strict=True):
-            survivors += not found
+        for number, (count, found) in zip(numbers, finds, strict=True):
+            kills += [count] if found else []
             mutant = f"{number} {known[number].module}: {known[number].before.strip()[:50]!r}"
             print(f"{mutant}: {found or 'survives'}", flush=True)
-    print(f"{len(numbers) - survivors} of {len(numbers)} were found")
-    return 1 if survivors else 0
+    print(f"{len(kills)} of {len(numbers)} were found")
+    if kills:
+        print(f"seeds to kill: {statistics.median(kills):g} in the median, {max(kills)} at most")
+    return 0 if len(kills) == len(numbers) else 1
 
 
 def applied(mutant: Mutant) -> str:
@@ -175,10 +178,13 @@ def applied(mutant: Mutant) -> str:
     return mutant.changed(Path(spec.origin))
 
 
-def _finds(seeds: int, name: str, number: int) -> str:
-    """The first seed that finds this mutant, and the problem; empty if no seed finds it."""
+def _finds(seeds: int, name: str, number: int) -> tuple[int, str]:
+    """The number of seeds until one finds this mutant, and the problem; empty if no seed finds it."""
+    count = 0
     for simulator, every in MUTANTS[name][1].items():
         unit = Unit(simulator, 0, -(-seeds // every))
         for result in played(unit, "--stop", "--mutant", f"{name}:{number}"):
-            return f"{simulator} seed {result['seed']}: {headline(result)}"
-    return ""
+            count += result["seed"] + 1
+            return count, f"{simulator} seed {result['seed']}: {headline(result)}"
+        count += unit.count
+    return count, ""
