@@ -43,7 +43,7 @@ EXIT_CODES = {
     12: "doctor found a failure",
     13: "the daemon does not answer on its socket",
     14: "a newer generation owns the run: another VM has taken it over",
-    15: "staging, or the target of a restore, cannot be used",
+    15: "staging, the target of a restore, or the output cannot be used",
     16: "the store refused a request or failed",
     17: "nothing to restore: the run has no whole commit, or the store has no such run",
     18: "finished: the run has not ended",

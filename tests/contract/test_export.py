@@ -149,13 +149,13 @@ def test_a_damaged_commit_is_not_exported(store: FileStore, tmp_path: Path) -> N
     assert not (tmp_path / "exported").exists()
 
 
-@pytest.mark.parametrize("url", ["ftp://x/y", "s3://"])
+@pytest.mark.parametrize("url", ["ftp://x/y", "s3://", "s3://bucket/\udcff"])
 def test_the_url_is_checked(
     store: FileStore, tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str
 ) -> None:
     """Another scheme or no bucket is an error that names the option and the value."""
     assert exported(store, tmp_path, "--to", url) == 2
-    assert f"--to: '{url}' is not s3://" in capsys.readouterr().err
+    assert f"--to: {url!r} is not s3://" in capsys.readouterr().err
 
 
 def test_a_failure_of_the_sdk_is_an_error_of_the_store(

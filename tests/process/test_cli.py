@@ -723,7 +723,12 @@ def test_every_problem_of_the_configuration_has_a_line(place: Place) -> None:
     [
         ["restore"],
         ["restore", "--to", "x", "--step", "-1"],
+        ["restore", "--to", ""],
+        ["export", "--to", ""],
+        ["drill", "--restore", "--to", ""],
         ["ls", "--run", "../x"],
+        ["ls", "--highest"],
+        ["exporter", "--once", "--store", ""],
         ["notify"],
         ["notify", "--in", "soon"],
         ["notify", "--in", "0"],
@@ -734,7 +739,9 @@ def test_every_problem_of_the_configuration_has_a_line(place: Place) -> None:
 )
 def test_an_invalid_command_line_is_exit_2(place: Place, arguments: list[str]) -> None:
     """Usage errors have the exit code of configuration errors, and the daemon gets no message."""
-    assert place.run(*arguments).returncode == 2
+    done = place.run(*arguments)
+    assert done.returncode == 2
+    assert not arguments or arguments[-1] or f"argument {arguments[-2]}: ''" in done.stderr
 
 
 def test_a_store_that_fails_is_exit_16(place: Place) -> None:
@@ -820,6 +827,18 @@ def test_a_closed_pipe_is_not_an_error(place: Place) -> None:
     )
     os.close(write_fd)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("command", [["version"], ["ls"], ["ls", "--json"]])
+def test_an_output_on_a_full_disk_is_an_error_of_one_line(place: Place, command: list[str]) -> None:
+    """Also if the buffer hides it until the end of the command."""
+    commit(place.store, FILES)
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            place.command(*command), stdout=full, stderr=subprocess.PIPE, timeout=60, check=False
+        )
+    words = b"swansong: writing the output failed: No space left on device; redirect it to another file\n"
+    assert (done.returncode, done.stderr) == (15, words)
 
 
 CLOSED = 'exec "$@" <&- >&- 2>&-'

@@ -79,6 +79,13 @@ def whole(what: str, most: int, *, least: int = 1) -> Parser:
     return parse
 
 
+def target(text: str) -> str:
+    """Parse the place to write to.  A shell variable that is not set gives an empty one."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' names no place; give a directory")
+    return text
+
+
 def interval(least_s: float, most_s: float, shown: str) -> Parser:
     """A parser of a duration within limits, which ``shown`` has in words."""
     read = argument(duration)

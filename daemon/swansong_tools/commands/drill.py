@@ -12,6 +12,7 @@ import argparse
 from swansong_bucket.errors import ConfigError
 
 from swansong_tools.commands import notify
+from swansong_tools.commands.common import target
 
 NOTES = notify.NOTES
 EXAMPLES = {
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--to",
+        type=target,
         metavar="DIR",
         help="with --restore: keep the files in this directory, which must be empty or not exist "
         "(default: a scratch directory below /var/tmp, which is deleted)",

@@ -33,6 +33,7 @@ from swansong_tools.commands.common import (
     place,
     print_json,
     step,
+    target,
 )
 from swansong_tools.commands.destination import resolved
 from swansong_tools.commands.plain_files import PlainFiles
@@ -65,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--to",
+        type=target,
         required=True,
         metavar="URL",
         help="s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or a directory; files of equal names are replaced",

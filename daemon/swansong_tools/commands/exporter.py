@@ -58,10 +58,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--store",
         action="append",
         default=[],
+        type=argument(values.store_url),
         metavar="URL",
         help="store to read (default: that of the configuration); can be repeated",
     )
-    parser.add_argument("--mirror", metavar="URL", help="mirror of the only --store, for its lag")
+    parser.add_argument(
+        "--mirror",
+        type=argument(values.store_url),
+        metavar="URL",
+        help="mirror of the only --store, for its lag",
+    )
     parser.add_argument("--endpoint", metavar="URL", help="address of the stores")
     parser.add_argument("--region", metavar="REGION", help="region of the stores")
     parser.add_argument("--profile", metavar="NAME", help="profile of the AWS configuration")

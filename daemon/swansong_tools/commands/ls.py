@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 from swansong_bucket.config.sections import RetentionConfig
-from swansong_bucket.errors import CorruptError
+from swansong_bucket.errors import ConfigError, CorruptError
 from swansong_bucket.format.manifest import Manifest
 from swansong_bucket.model import CommitRef, is_healthy
 from swansong_bucket.retention.rules import CommitFacts, reasons_to_keep
@@ -66,6 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.highest and args.best is None:
+        raise ConfigError(["--highest has an effect only with --best"])
     with opened(args) as here:
         rules = here.config.retention
         if args.best is not None:

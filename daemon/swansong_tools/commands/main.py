@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from swansong_bucket.errors import EXIT_CODES, ConfigError, SwansongError, Unreachable
+from swansong_bucket.errors import EXIT_CODES, ConfigError, StagingError, SwansongError, Unreachable
 from swansong_bucket.util.standard_streams import replace_closed
 from swansongd import __version__
 from swansongd.config.config import DEFAULT_PATH
@@ -135,8 +135,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except BrokenPipeError:
         # The reader closed the pipe.  Without this the interpreter prints an error when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 0
+    except OSError as error:
+        try:
+            print(flush=True)  # fails again if the output was the cause
+        except OSError:
+            _discard_output()
+            _note(f"writing the output failed: {error.strerror}; redirect it to another file")
+            return StagingError.exit_code
+        raise
+
+
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

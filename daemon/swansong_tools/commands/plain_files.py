@@ -39,7 +39,7 @@ def opened(url: str) -> PlainFiles | None:
         bucket, prefix = bucket_and_prefix(url)
     except ConfigError:
         opens = None
-    if opens is None:
+    if opens is None or not url.isprintable():
         raise ConfigError(
             [f"--to: {url!r:.100} is not s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or a directory"]
         )

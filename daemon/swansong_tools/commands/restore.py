@@ -23,6 +23,7 @@ from swansong_tools.commands.common import (
     add_run,
     add_step,
     note,
+    target,
 )
 from swansong_tools.commands.daemon_client import DaemonClient
 from swansong_tools.commands.destination import link, report_fresh, resolved
@@ -45,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_step(parser)
     parser.add_argument(
         "--to",
+        type=target,
         required=True,
         metavar="DIR",
         help="target directory; must be empty or not exist",

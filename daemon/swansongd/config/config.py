@@ -423,7 +423,7 @@ def read_toml(path: Path, *, hint: str, form: str = _HINT) -> dict[str, Any]:
     """The content of a TOML file.
 
     Args:
-        hint: the fix if the file is missing.
+        hint: the fix if the file cannot be read.
         form: the fix if it is not TOML.
 
     Raises:
@@ -440,9 +440,11 @@ def read_toml(path: Path, *, hint: str, form: str = _HINT) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError([f"reading {path} failed: no such file"], hint=hint) from None
     except OSError as error:
-        raise ConfigError([f"reading {path} failed: {error.strerror}"]) from None
+        raise ConfigError([f"reading {path} failed: {error.strerror}"], hint=hint) from None
     except UnicodeDecodeError as error:
-        raise ConfigError([f"reading {path} failed: byte {error.start} is not UTF-8"]) from None
+        raise ConfigError(
+            [f"reading {path} failed: byte {error.start} is not UTF-8"], hint=form
+        ) from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([f"parsing {path} failed: {error}"], hint=form) from None
 

@@ -363,8 +363,9 @@ def test_load(tmp_path: Path) -> None:
     path.write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="UTF-8"):
         load(path)
-    with pytest.raises(ConfigError, match="failed: Is a directory"):
+    with pytest.raises(ConfigError, match="failed: Is a directory") as caught:
         load(tmp_path)
+    assert "--config" in caught.value.hint
 
 
 @pytest.mark.parametrize("other", ["", "/below", "/.."])
