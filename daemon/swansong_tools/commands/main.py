@@ -11,7 +11,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from swansong_bucket.errors import EXIT_CODES, ConfigError, StagingError, SwansongError, Unreachable
+from swansong_bucket.errors import (
+    EXIT_CODES,
+    ConfigError,
+    StagingError,
+    Stopped,
+    SwansongError,
+    Unreachable,
+)
 from swansong_bucket.util.standard_streams import replace_closed
 from swansongd import __version__
 from swansongd.config.config import DEFAULT_PATH
@@ -114,7 +121,16 @@ def _module(command: str) -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     replace_closed()
-    words = sys.argv[1:] if argv is None else argv
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except (
+        KeyboardInterrupt
+    ):  # before a command handles signals, or in one that cannot lose anything
+        _note("stopped by SIGINT")
+        return Stopped.exit_code
+
+
+def _run(words: Sequence[str]) -> int:
     args = parser(words).parse_args(words)
     try:
         code: int = _module(args.command).run(args)

@@ -8,7 +8,7 @@ import shlex
 from importlib import import_module
 
 import pytest
-from swansong_tools.commands import main
+from swansong_tools.commands import main, version
 
 
 def commands_in(example: str) -> list[list[str]]:
@@ -56,3 +56,17 @@ def test_each_command_has_one_line_of_help(capsys: pytest.CaptureFixture[str]) -
     for command, text in main.COMMANDS.items():
         assert re.search(rf"^    {command} +{re.escape(text)}$", shown, re.MULTILINE)
         assert re.fullmatch(r"[a-z].*[^.]", text)
+
+
+@pytest.mark.parametrize("place", ["add_arguments", "run"])
+def test_an_interrupt_at_any_point_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    """Ctrl-C while a command is loaded or runs gives exit code 9 and no traceback."""
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(version, place, interrupted)
+    assert main.main(["version"]) == 9
+    assert capsys.readouterr() == ("", "swansong: stopped by SIGINT\n")
