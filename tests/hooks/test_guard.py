@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import swansong
 from swansong._checkpoint import restore_query
 from swansong._checkpoint.saver import SaveCost
 from swansong._checkpoint.training_health import LossMonitor
+from swansong._daemon import daemon_channel
 from swansong._daemon.daemon_channel import TICK_S, WATCHFUL_TICK_S
 from swansong._daemon.progress_reports import Reporter
 from swansong._ranks import agreement
@@ -651,7 +653,7 @@ def test_a_daemon_that_does_not_read_does_not_stop_the_loop(
         daemon.on_query = stop_reading
         guard = attach({"counter": counter})
         channel = guard._session.channel
-        assert channel.is_connected()
+        assert channel.has_connected()
         assert channel.send(RestoreQuery("q"))
         assert blocked.wait(60)  # a Hello that is read after the hang-up is not counted
         begun_s = time.monotonic()
@@ -869,10 +871,11 @@ def test_a_short_training_reports_its_step_before_its_goodbye(
 
 
 @pytest.mark.fault("T09")
+@pytest.mark.parametrize("was_connected", [False, True])
 def test_a_restore_waits_for_a_daemon_that_is_being_restarted(
-    tmp_path: Path, attach: Attach, counter: Counter
+    tmp_path: Path, attach: Attach, counter: Counter, was_connected: bool
 ) -> None:
-    """A socket that refuses connections belongs to a killed daemon: the run must not start from step 0."""
+    """A daemon that was connected, or whose socket refuses connections: no run starts from step 0."""
     with FakeDaemon(tmp_path) as first:
         guard = attach({"counter": counter})
         guard.restore()
@@ -881,17 +884,56 @@ def test_a_restore_waits_for_a_daemon_that_is_being_restarted(
         assert guard.save(7)
         saved = first.sealed()[0]
         guard.close()
+        if was_connected:
+            guard = attach({"counter": counter})
+            first.wait_for(Hello, 2)
     path = tmp_path / "trainer.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
         dead.bind(str(path))  # closed without unlink, as by SIGKILL
-    guard = attach({"counter": counter})
+    if not was_connected:
+        guard = attach({"counter": counter})
+    channel = guard._session.channel
+    until(lambda: channel._tried.is_set() and channel._socket is None)
     steps: list[int] = []
     thread = threading.Thread(target=lambda: steps.append(guard.restore()), daemon=True)
     thread.start()
-    until(guard._session.channel._tried.is_set)
+    until(lambda: thread.is_alive() or steps)
     assert not steps
     path.unlink()
     with FakeDaemon(tmp_path) as second:
         second.restorable = lambda: (saved, 7)
         thread.join(60)
         assert steps == [7]
+
+
+def test_a_restore_waits_for_the_first_attempt_to_connect(
+    daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was suspended after attach() has not connected yet: no run starts from step 0."""
+    asks: list[str] = []
+    steps: list[int] = []
+    waits: list[float] = []
+    daemon.on_query = asks.append
+    check_listener = daemon_channel.check_listener
+
+    def check_late(*listener: Any) -> int:
+        until(lambda: steps or len(waits) > 1)
+        return check_listener(*listener)
+
+    monkeypatch.setattr(daemon_channel, "check_listener", check_late)
+    guard = attach({"counts": {}})
+    tried = guard._session.channel._tried
+    wait = tried.wait
+
+    def late(timeout_s: float) -> bool:
+        waits.append(timeout_s)
+        return len(waits) > 1 and wait(timeout_s)
+
+    monkeypatch.setattr(tried, "wait", late)
+    thread = threading.Thread(target=lambda: steps.append(guard.restore()), daemon=True)
+    thread.start()
+    until(lambda: asks or steps)
+    assert not steps
+    daemon.send(Restored(asks[0]))
+    thread.join(60)
+    assert steps == [0]

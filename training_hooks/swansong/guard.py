@@ -336,12 +336,9 @@ class Guard:
             # The daemon has not verified its signature, so code in it is not used.
             self._state.takes_code = False
             manifest = load_checkpoint(os.fspath(chosen), self._ranks, self._state)
-        elif not self._closed and self._session.channel.is_connected():
+        elif not self._closed and self._session.channel.has_connected():
             with self._loading():
                 manifest, generation = self._load_newest()
-        elif self._session.start.refusal:
-            # A checkpoint may exist, and another process may already train from it.
-            raise RestoreError(f"the daemon refuses this process: {self._session.start.refusal}")
         elif not self._closed:
             log.log(
                 self._session.channel.absence_level,
@@ -378,13 +375,13 @@ class Guard:
 
         Raises:
             ValueError: ``skip_batches`` is set, and the state contains no ``ResumableLoader``.
-            RestoreError: no checkpoint is healthy, no daemon is connected, the ranks of the other VMs did not
+            RestoreError: no checkpoint is healthy, no daemon answers, the ranks of the other VMs did not
                 call it, the tries are used up, or the checkpoint cannot be loaded.  In the last two cases the
                 state may be half loaded: end the process.
         """
         at_step = int(self._agreement.step)
-        if self._closed or not self._session.channel.is_connected():
-            raise RestoreError("rollback failed: no daemon is connected")
+        if self._closed or not self._session.channel.has_connected():
+            raise RestoreError("rollback failed: this process has no daemon")
         if not self._saver.wait(CLOSE_PATIENCE_S):
             raise RestoreError("rollback failed: the last checkpoint is still being written")
         if skip_batches and not self._state.has_loaders:

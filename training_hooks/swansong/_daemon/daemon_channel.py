@@ -87,17 +87,19 @@ class Channel:
             self._tried.set()
             log.info("swansongd needs Linux; training continues without checkpoints")
 
-    def is_connected(self) -> bool:
-        """Whether a connection exists.  Blocks until the first attempt has ended.
+    def has_connected(self) -> bool:
+        """Whether a daemon has accepted a connection of this process; if that ended, the daemon restarts.
 
-        A socket that refuses connections belongs to a daemon that restarts.  For that daemon it waits up to
-        :data:`RESTART_PATIENCE_S`.
+        Blocks until the first attempt has ended.  A socket that refuses connections belongs to a daemon that
+        restarts, too.  For that daemon it waits up to :data:`RESTART_PATIENCE_S`.
         """
-        self._tried.wait(2 * CONNECT_TIMEOUT_S)
-        if self._socket is None and self._was_refused:
+        # The thread may not have run yet: the process was suspended, or the machine is busy.
+        while not self._tried.wait(CONNECT_TIMEOUT_S) and self._thread.is_alive():
+            pass
+        if self._was_refused and not self._arrived.is_set():
             log.warning("swansongd at %s does not answer; waiting for its restart", self.path)
             self._arrived.wait(RESTART_PATIENCE_S)
-        return self._socket is not None
+        return self._arrived.is_set()
 
     def send(self, message: Message) -> bool:
         """Send a message without blocking.
