@@ -13,8 +13,8 @@ Not covered: saves without lost ranks, which need torch, and rollbacks.
 
 from __future__ import annotations
 
-import math
 import os
+import secrets
 import select
 import socket
 from collections.abc import Callable, Iterable
@@ -31,8 +31,8 @@ from swansong._checkpoint.saver import Saver
 from swansong._daemon import session
 from swansong._ranks import rendezvous
 from swansong._ranks.agreement import Ranks
-from swansong._ranks.position import _meet
-from swansong._ranks.rendezvous import Rendezvous
+from swansong._ranks.position import _NEVER
+from swansong._ranks.rendezvous import Rendezvous, meet_ranks
 from swansong.layout import RankManifest
 from swansong.rank_files import Snapshots
 from swansongd.trainers.peers import Peer
@@ -287,8 +287,17 @@ class JobWorld(World):
         if not self.process.job.has_group or ranks.world_size == 1:
             return ranks
         self.count("rank of a process group")
-        place = "swansong/attach/1", ranks.rank, ranks.world_size
-        return replace(ranks, start_id=_meet(self._open_store(), *place, math.inf))
+        start_id = meet_ranks(
+            self._open_store(),
+            ranks.rank,
+            ranks.world_size,
+            secrets.token_hex(8),
+            closed=_NEVER,
+            watch=lambda *_: None,
+            prefix="swansong/attach/1/",
+        )
+        assert start_id is not None
+        return replace(ranks, start_id=start_id)
 
     def _open_store(self) -> Connection:
         connection = Connection(self.process.job)
