@@ -323,7 +323,7 @@ def _calm(world: World, weather: random.Random) -> None:
         world.run(world.now + 10.0)  # it stays in force for minutes, and its end comes first
     world.report_s, world.every_steps = report_s, every_steps
     claims = [at_s for _, at_s in world.state.starts.claims if at_s > world.now - WINDOW_S]
-    trainer = world.trainer if len(claims) < CRASHES_MAX else None
+    trainer = world.trainer if len(claims) < CRASHES_MAX and world.exit is None else None
     if trainer and trainer.is_loading and trainer.launched_s < world.now - QUIET_S:
         raise Broken(f"H: {trainer.start_id} has waited for its checkpoint since its start")
     if world.trainer is not None and world.trainer.process_id in world.suspect_starts:
