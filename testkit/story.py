@@ -73,6 +73,8 @@ from testkit.committed import named_shard
 
 A = TypeVar("A", bound=Action | FromDaemon)
 MIB = 2**20
+BOOT = "boot"
+"""The boot of the VM."""
 
 
 def a_notice(
@@ -105,6 +107,7 @@ def a_set(
     start_id: str = "a",
     nodes: int = 1,
     written_ns: int = 1,
+    began_ticks: int = 0,
 ) -> Staged:
     kind = CheckpointKind.EMERGENCY if request_id else CheckpointKind.PERIODIC
     return Staged(
@@ -117,6 +120,8 @@ def a_set(
         framework=framework,
         request_id=request_id,
         nodes=nodes,
+        boot_id=BOOT if began_ticks else "",
+        began_ticks=began_ticks,
     )
 
 
@@ -178,7 +183,11 @@ class Story:
         **settings: Any,
     ) -> None:
         configured = Settings(
-            reserve_s=reserve_s, signals_trainer=signals_trainer, vm="vm", **settings
+            reserve_s=reserve_s,
+            signals_trainer=signals_trainer,
+            vm="vm",
+            boot_id=BOOT,
+            **settings,
         )
         self.state = State(settings=configured, starts=StartState(known=tuple(recorded)))
         self.tally = Tally()

@@ -357,6 +357,10 @@ class Staged:
     """The checkpoint request that it answers; empty for a periodic or an adopted one."""
     begun_mono_s: float | None = None
     """When the first file of an adopted set was created, or an earlier scan that found these files."""
+    boot_id: str = ""
+    """Boot of the kernel in which it was sealed, as reported by the hooks; empty: unknown."""
+    began_ticks: int = 0
+    """When the first process of its ranks here began, in clock ticks since that boot; 0: unknown."""
     health: Mapping[str, float] = field(default_factory=dict)
     """Loss and metrics, as reported by the trainer."""
     trainer: Mapping[str, object] = field(default_factory=dict)

@@ -95,7 +95,7 @@ NOT_FOUND = (
     Mutant("proof", "if newest.generation == start.generation and not is_suspect:",
            "if newest.generation == start.generation:"),
     # Unit tests find these: the claim record must be lost, and a start without a claim must have sealed sets.
-    Mutant("proof", "if each.written_ns < began_ns}", "if True}"),
+    Mutant("proof", "if not state.precedes(each, start)", "if False"),
     Mutant("starts", "max(first_ns.get(start.id, 0), state.began_ns(start))", "first_ns.get(start.id, 0)"),
     Mutant("starts", "start if start.is_placed or start.id not in inherited else None", "start"),
     # The world of one VM has no other VM that this claim would fence.

@@ -657,7 +657,12 @@ class World:
             self.problems.append(f"the daemon of {vm.name} took {took_s:.1f} s to stop")
 
     def process_start(self, peer: Peer) -> int:
-        return 0 if select.select([peer.pidfd], [], [], 0)[0] else 1000 + self.vm.trainers
+        return 0 if select.select([peer.pidfd], [], [], 0)[0] else self.began_ticks
+
+    @property
+    def began_ticks(self) -> int:
+        """When the process of the trainer began; see :func:`swansong._ranks.position.own_process`."""
+        return 1000 + self.vm.trainers
 
     def trained(self, training: Training) -> None:
         self.steps[training.line] = max(training.step, self.steps.get(training.line, 0))
@@ -1074,6 +1079,10 @@ def _patch(world: World) -> None:
         (world.vm.booted_wall_s + world.schedule.skew_s(world.vm.name)) * 1e9
     )
     saver.write_checkpoint = world.sealing
+    swansong.guard.own_process = lambda: {  # type: ignore[attr-defined]
+        "boot_id": world.vm.boot_id,
+        "began_ticks": world.began_ticks,
+    }
     target.sync_file_system = world.sync_disk
     for module in (wall, aws_imds, gcp_metadata):
         module.datetime = _Datetime  # type: ignore[attr-defined]

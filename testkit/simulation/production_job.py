@@ -321,6 +321,10 @@ class JobWorld(World):
     def process_start(self, peer: Peer) -> int:
         return 0 if select.select([peer.pidfd], [], [], 0)[0] else peer.pid
 
+    @property
+    def began_ticks(self) -> int:
+        return self.process.pid
+
     def _notice(self, vm: Vm, seconds: float) -> bool:
         # A notice joins an evacuation that another VM has begun, and whose checkpoint may be older.
         has_begun = vm.service is not None and vm.service._state.evacuation is not None

@@ -89,7 +89,7 @@ from swansongd.sources.gpu import GpuNotices
 
 from testkit.simulation.bucket import KEYS, Broken, Committer, SimStore, restored, start_of
 from testkit.simulation.witness import Line, Point, Witness
-from testkit.story import a_notice, a_set, shards_of
+from testkit.story import BOOT, a_notice, a_set, shards_of
 
 MIB = 2**20
 RESERVE_S = 5.0
@@ -134,6 +134,11 @@ FAULTS = (
 _MOMENTS = (Request, Target, ClaimGeneration, CommitManifest, Conclude, SignalTrainer)
 """A daemon dies most often right after one of these."""
 _MERIT = (Verdict.NO_TRAINING, Verdict.LOST, Verdict.PARTIAL, Verdict.SAFE)
+
+
+def _ticks(trainer: Trainer) -> int:
+    """When the process of rank 0 began."""
+    return round(100 * trainer.launched_s)
 
 
 def is_no_worse(before: Conclude, after: Conclude) -> bool:
@@ -426,6 +431,7 @@ class World:
             signals_trainer=not self.has_hooks,
             checkpoint_interval_s=self.interval_s,
             vm="vm",
+            boot_id=BOOT,
         )
         self.state = State(
             settings=settings, starts=StartState(known=self.committer.claimant.starts)
@@ -681,6 +687,7 @@ class World:
             framework="swansong" if self.has_hooks else "torch",
             start_id=start_id,
             is_final=is_final,
+            began_ticks=0 if self.trainer is None else _ticks(self.trainer),
         )
         first_s = self.now if begun_s is None else begun_s
         moments = [first_s + (self.now - first_s) * i / (FILES - 1) for i in range(FILES)]
@@ -914,7 +921,7 @@ class World:
         return TrainerView(
             connection=rank.connection,
             pid=rank.pid,
-            process_start=round(100 * trainer.launched_s) + rank.number,
+            process_start=_ticks(trainer) + rank.number,
             rank=rank.number,
             world_size=self.world_size,
             local_world_size=self.world_size,

@@ -38,7 +38,7 @@ from swansong._log import log
 from swansong._ranks.agreement import Due, Ranks, SaveRequest
 from swansong._ranks.environment import PositionError
 from swansong._ranks.job_store import warn_about_shared_store
-from swansong._ranks.position import check_ranks, find_ranks
+from swansong._ranks.position import check_ranks, find_ranks, own_process
 from swansong._ranks.start import Loaded
 from swansong._ranks.survivors import is_loss_of_a_peer
 from swansong._ranks.termination import END_LIMIT_S, Termination
@@ -713,6 +713,7 @@ class Guard:
             start_id=start_id,
             health={**self._health.evaluate(step), **self._session.redone.facts},
             **self._ranks.in_manifest(),
+            **own_process(),
         )
 
     # ------------------------------------------------------------ background thread

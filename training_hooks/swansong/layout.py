@@ -221,6 +221,10 @@ class RankManifest:
 
     ``rank``, ``world_size``, ``node`` and ``nodes`` count only the ranks and the VMs that took part.
     """
+    boot_id: Id = ""
+    """Boot of the kernel in which the rank sealed the set; empty: unknown."""
+    began_ticks: Bytes = 0
+    """When the process of the rank began, in clock ticks since that boot; 0: unknown."""
     version: Version = VERSION
 
     def encode(self) -> bytes:

@@ -71,6 +71,7 @@ def find(config: Config, store_url: str, newest: CommitRef | None) -> LocalSets:
     settings = Settings(
         reserve_s=config.deadline.reserve_s,
         signals_trainer=False,
+        boot_id=boot_id(),
         booted_wall_ns=booted_wall_ns(),
     )
     state = State(

@@ -172,16 +172,13 @@ def position_of(state: State) -> Position | str | None:
 
 
 def _may_be_later(state: State, start: Start) -> str:
-    """A start that is known from its sets only, of which one is newer than all sets of this start.
+    """A start that is known from its sets only, unless its processes are known to have begun earlier.
 
-    It is an earlier one if it had sealed a set before this start began.
+    File times prove nothing here: a clock may step.
     """
-    sets, began_ns = state.staging.staged, state.began_ns(start)
-    last_ns = max((each.written_ns for each in sets if each.id.start == start.id), default=0)
-    earlier = {each.id.start for each in sets if each.written_ns < began_ns} | {start.id}
-    unplaced = {each.id for each in state.starts.known if not each.is_placed} - earlier
-    newer = (s.id.start for s in sets if s.id.start in unplaced and s.written_ns > last_ns)
-    return next(newer, "")
+    unplaced = {each.id for each in state.starts.known if not each.is_placed}
+    sets = (each for each in state.staging.staged if each.id.start in unplaced)
+    return next((each.id.start for each in sets if not state.precedes(each, start)), "")
 
 
 def _position_in(state: State, start: Start, request: CheckpointRequest | None) -> Position | str:

@@ -339,7 +339,7 @@ def _see_staged(transition: Transition, staged: Staged, new: Sequence[Staged]) -
     first_ns: dict[str, int] = {}
     for each in sorted((*state.staging.staged, *new), key=lambda each: each.written_ns):
         first_ns.setdefault(each.id.start, each.written_ns)
-    is_of_boot = staged.written_ns >= state.settings.booted_wall_ns
+    is_of_boot = state.names_boot(staged) or staged.written_ns >= state.settings.booted_wall_ns
     later = tuple(
         start
         for start in state.starts.known

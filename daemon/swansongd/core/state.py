@@ -52,6 +52,8 @@ class Settings:
     """Interval of periodic checkpoints; None: computed, see :mod:`swansongd.core.cadence`."""
     vm: str = ""
     """Identifies this VM and boot."""
+    boot_id: str = ""
+    """This boot of the kernel; empty: unknown."""
     booted_wall_ns: int = 0
     """When the VM was booted, by the clock of file times: before that, the power may have been cut."""
     ticks_per_s: int = 100
@@ -521,6 +523,26 @@ class State:
             return start.process_ns
         began_ns = start.began_ticks * 10**9 // self.settings.ticks_per_s
         return self.settings.booted_wall_ns + began_ns
+
+    def names_boot(self, staged: Staged) -> bool:
+        """Whether a set names this boot of the kernel as the one in which it was sealed."""
+        return staged.boot_id != "" and staged.boot_id == self.settings.boot_id
+
+    def precedes(self, staged: Staged, start: Start) -> bool:
+        """Whether the start of a set is known to be an earlier one, whatever the clock of file times says.
+
+        This start has loaded its state, its processes began earlier in this boot, or the same processes have
+        begun this start since.
+        """
+        if staged.id.start == start.parent.start_id:
+            return True
+        if not self.names_boot(staged):
+            return False
+        first, _, number = staged.id.start.partition("~")
+        own_first, _, own_number = start.id.partition("~")
+        if first == own_first:
+            return (len(number), number) < (len(own_number), own_number)
+        return 0 < staged.began_ticks < start.began_ticks
 
     def owner_of(self, ref: CommitRef) -> str:
         """Id of the start that wrote this commit; empty if it is unknown."""

@@ -654,6 +654,7 @@ def _first_state(
         stall_steps=config.trainer.stall_steps,
         stall_min_s=config.trainer.stall_min_s,
         vm=vm,
+        boot_id=boot.boot_id(),
         booted_wall_ns=boot.booted_wall_ns(),
         ticks_per_s=os.sysconf("SC_CLK_TCK"),
     )

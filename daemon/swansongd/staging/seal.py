@@ -473,6 +473,8 @@ def _of_hooks(
         nodes=lead.nodes,
         # The position of a rank that took no part is unknown: such a set answers no request.
         request_id="" if lead.without_ranks else lead.request_id,
+        boot_id=lead.boot_id,
+        began_ticks=min(manifest.began_ticks for manifest in manifests),
         health=merged_health([manifest.health for manifest in manifests]),
         trainer={
             "world_size": lead.world_size,

@@ -160,28 +160,46 @@ def test_a_start_that_has_not_reconnected_may_be_the_newest() -> None:
 
 
 @pytest.mark.fault("H01")
-@pytest.mark.parametrize(("written_s", "verdict"), [(10, "SAFE"), (12, "PARTIAL")])
-def test_a_start_that_began_after_a_set_of_another_start_is_the_newer_one(
-    written_s: int, verdict: str
+@pytest.mark.parametrize("written_s", [1, 10**6])
+@pytest.mark.parametrize(
+    ("of", "began_ticks", "verdict"),
+    [
+        ("b", 1099, "SAFE"),
+        ("b", 1100, "PARTIAL"),
+        ("b", 0, "PARTIAL"),
+        ("new", 1100, "SAFE"),
+        ("new~3", 1100, "PARTIAL"),
+    ],
+)
+def test_a_start_whose_processes_began_later_than_those_of_another_one_is_the_newer_one(
+    of: str, began_ticks: int, verdict: str, written_s: int
 ) -> None:
     """The record of the claims was lost, and names no start of a set that is not the newest commit.
 
-    The process of the newest start began at 11.1 s by the clock of file times.
+    The process of the running start began at 1100 ticks.  The clock of file times may have stepped.
     """
-    lost = [a_set(9, "of-b", start_id="b", written_ns=written_s * 10**9)]
+    lost = [a_set(9, "s", start_id=of, written_ns=written_s * 10**9, began_ticks=began_ticks)]
     story = Story(claimed=False, staged=lost)
     story.grants = False
     story.scan()
     story.tell(RunRead(CommitRef(1, 10), "earlier"))
-    story.join(start_id="new")
-    story.tell(FenceFound(2, start_id="b"))
-    story.grant("new")
-    story.starts(10, start_id="new", parent=Parent("earlier", 10))
+    story.join(start_id="new~2")
+    story.tell(FenceFound(2, start_id=of))
+    story.grant("new~2")
+    story.starts(10, start_id="new~2", parent=Parent("earlier", 10))
     story.notice(60)
     story.scan()
     story.accept(10)
     story.wait(60)
     assert story.verdicts == [f"{verdict} generation 1 step 10"]
+
+
+@pytest.mark.parametrize(("began_ticks", "is_of_boot"), [(0, False), (1100, True)])
+def test_a_set_that_names_this_boot_is_of_this_boot(began_ticks: int, is_of_boot: bool) -> None:
+    """The clock of file times has stepped forward since.  Hooks of before name no boot."""
+    lost = [a_set(9, "s", start_id="b", written_ns=1, began_ticks=began_ticks)]
+    (start,) = Story(staged=lost, booted_wall_ns=2).state.starts.known
+    assert (start.is_of_boot, start.is_placed) == (is_of_boot, not is_of_boot)
 
 
 @pytest.mark.fault("H01")

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,15 @@ from typing import Any
 import pytest
 from swansong import layout
 from swansong._checkpoint.staging import finish, write_checkpoint
+from swansong._ranks.position import own_process
 from swansong.layout import FileEntry, RankManifest
 from swansong_bucket.errors import StagingError
 from swansong_bucket.model import CheckpointId, CheckpointKind, Staged, StagedFile
 from swansongd.core.events import Scanned
 from swansongd.staging import scan, seal
 from swansongd.staging.seal import Scanner
-from swansongd.util import birth
+from swansongd.trainers.peers import start_ticks
+from swansongd.util import birth, boot
 
 from testkit.staged import ME, Clock, write_files, write_set
 
@@ -163,6 +166,20 @@ def test_the_hooks_and_the_scan_agree_on_final_files(run: Path, scanner: Scanner
     assert [file.path for file in growing.files] == ["rank-00000/layers/0.bin"]
     assert growing.files[0] in sealed.files
     assert len(sealed.files) == 3
+
+
+@pytest.mark.parametrize("second_ticks", [1, 0])
+def test_a_set_names_when_the_first_process_of_its_ranks_began(
+    run: Path, scanner: Scanner, second_ticks: int
+) -> None:
+    """By the count of the kernel, as the daemon reads it.  It is unknown if one rank does not state it."""
+    process = own_process()
+    assert process == {"boot_id": boot.boot_id(), "began_ticks": start_ticks(os.getpid())}
+    path = write_set(run, **process) / layout.rank_manifest_name(1)
+    second = replace(RankManifest.decode(path.read_bytes()), began_ticks=second_ticks)
+    path.write_bytes(second.encode())
+    (sealed,) = scanner.scan().staged
+    assert (sealed.boot_id, sealed.began_ticks) == (process["boot_id"], second_ticks)
 
 
 def test_a_growing_set_that_is_unreadable_for_a_moment_stays(run: Path, scanner: Scanner) -> None:

@@ -13,6 +13,7 @@ from typing import BinaryIO
 from swansong import layout, openat
 from swansong._log import log
 from swansong._ranks.agreement import Ranks
+from swansong._ranks.position import own_process
 from swansong.layout import RankManifest
 from swansong.rank_files import Arrivals, Snapshots
 
@@ -101,10 +102,9 @@ def load_checkpoint(
 def _process_s() -> float | None:
     """Return the time since this process started; None if the system does not report it."""
     try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        started_s = int(own_process()["began_ticks"]) / os.sysconf("SC_CLK_TCK")
         return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
-    except (OSError, AttributeError, ValueError, IndexError):
+    except (OSError, AttributeError, ValueError, KeyError):
         return None
 
 

@@ -75,6 +75,15 @@ def find_ranks(socket_path: str) -> Ranks:
         ) from error
 
 
+def own_process() -> dict[str, Any]:
+    """Return ``boot_id`` and ``began_ticks`` of a rank manifest; empty if the system reports neither."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        return {"boot_id": _BOOT_ID.read_text().strip(), "began_ticks": int(fields[19])}
+    except (OSError, ValueError, IndexError):
+        return {}
+
+
 def check_ranks(ranks: Ranks) -> None:
     """Compare the position that the guard uses with ``torch.distributed``.
 
