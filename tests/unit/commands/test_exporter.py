@@ -77,7 +77,6 @@ def test_the_configuration_of_a_vm_is_enough(
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--store", "s3:/x"], "store[0].url"),
         (["--store", "s3://aaa/p", "--region", "NO WAY"], "store[0].region"),
         (["--store", "s3://aaa/p", "--store", "s3://aaa/p/"], "s3://aaa/p occurs twice"),
         (["--store", "s3://aaa/p", "--stores", "f"], "--stores: cannot be combined"),
