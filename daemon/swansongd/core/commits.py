@@ -149,6 +149,12 @@ def record_newest(transition: Transition, event: events.RunRead | events.Generat
         ranks.tell_committed(transition, event.newest)
 
 
+def record_skipped(transition: Transition, ref: CommitRef) -> None:
+    """A restore could not use this commit."""
+    commits = transition.state.commits
+    _put(transition, replace(commits, skipped=max(commits.skipped or ref, ref)))
+
+
 def close_starts(transition: Transition, start_ids: Set[str]) -> None:
     """Write no manifest for sets of these starts, and wait for no parts of their checkpoints.
 

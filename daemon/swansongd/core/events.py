@@ -117,6 +117,13 @@ class RolledBack:
 
 
 @dataclass(frozen=True, slots=True)
+class CommitSkipped:
+    """A restore on this VM could not use this commit: it is damaged, for example."""
+
+    ref: CommitRef
+
+
+@dataclass(frozen=True, slots=True)
 class RestoreAsked(FromTrainer):
     """A rank, or ``swansong restore``, asked for the checkpoint to resume from."""
 
@@ -414,7 +421,8 @@ Event = (
     NoticeRaised | NoticeWithdrawn | SourceChanged | GpusRead
     | TrainerJoined | TrainerLeft | TrainerProgress | TrainerAccepted | TrainerAgreed
     | TrainerSealed | TrainerFailed | PeerRequested | RequestAsked | FinishAsked | StartBegun | ProcessFound
-    | RestoreAsked | RolledBack | RunRead | PredecessorFound | PredecessorDenied | PaceRead | HistoryRead
+    | RestoreAsked | CommitSkipped | RolledBack | RunRead | PredecessorFound | PredecessorDenied
+    | PaceRead | HistoryRead
     | SignalSent | SignalRefused | SignalledExited
     | Scanned | GenerationClaimed | FlushProgress | Flushed | FlushFailed
     | CommitDone | PartsCounted | CommitFailed | FenceFound | LinkShared | WokeUp | StopRequested

@@ -132,13 +132,17 @@ def doubt(state: State) -> str:
         return ""
     suspect = {(id_.start, id_.step, id_.is_final) for id_ in state.staging.suspect}
     is_marked = (state.owner_of(last), last.step, last.is_final) in suspect
-    if state.commits.is_sound and not is_marked:
+    skipped = state.commits.skipped
+    is_skipped = skipped is not None and skipped >= last
+    if state.commits.is_sound and not is_marked and not is_skipped:
         return ""
     known = (
         "no sound commit of this generation"
         if sound is None
         else f"{sound} is the newest sound one"
     )
+    if is_skipped:
+        return f"a restore could not use {skipped}; {known}"
     if is_marked:
         return f"a GPU had failed before {last} was sealed; {known}"
     return (

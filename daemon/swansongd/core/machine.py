@@ -102,6 +102,8 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
             request.record_failed(transition, request_id, reason)
         case events.RestoreAsked(start_id):
             starts.record_restoring(transition, start_id)
+        case events.CommitSkipped(ref):
+            commits.record_skipped(transition, ref)
         case events.RolledBack(to_step):
             starts.record_rolled_back(transition, to_step)
         case events.RunRead():

@@ -425,6 +425,8 @@ class CommitState:
     """Newest whole commit of the run, of any generation: all its VMs have committed their parts."""
     is_sound: bool = True
     """False if a GPU of any VM had failed before ``last_complete`` was sealed there."""
+    skipped: CommitRef | None = None
+    """Newest commit that a restore on this VM could not use: the next VM may resume from an older one."""
     newest_start: str = ""
     """The start whose generation ``last_complete`` has, if it is not a known one."""
     is_run_read: bool = False

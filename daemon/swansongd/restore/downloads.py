@@ -29,6 +29,7 @@ from swansong_bucket.transfer.restore import RestoreResult, restore
 from swansong_bucket.transfer.target import Access, RestoreTarget, interrupted
 
 from swansongd.core import resume
+from swansongd.core.events import CommitSkipped
 from swansongd.observe.facts import DownloadEnded, DownloadStarted
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.local_files import LocalFiles
@@ -238,11 +239,15 @@ class Downloads:
             self.verified.end()  # those of a damaged commit
             download.begin(ref, shards)
 
-        selection = replace(download.selection(), chosen=chosen)
+        selection = replace(download.selection(), chosen=chosen, skipped=self._skipped)
         context = self._context
         mirror = None if context.mirror is None else retrying(context.mirror)
         store = retrying(context.store)
         return restore(store, context.keys, target, selection, options, mirror=mirror)
+
+    def _skipped(self, ref: CommitRef, why: str) -> None:
+        _log.error("commit_skipped", commit=str(ref), reason=why)
+        self._context.post(CommitSkipped(ref))
 
     def _progress(self, download: Download) -> Listener:
         looked_mono_s = self._context.monotonic()

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
-import structlog
 from swansong.layout import is_rank_manifest, rank_of_directory
 from swansong_bucket.model import CommitRef, StoredShard
 from swansong_bucket.transfer.restore import RestoreResult, Selection
@@ -21,8 +20,6 @@ COMMON_BYTES_MAX = 2**20
 """Largest file of no rank that every rank gets."""
 PREFIXES_MAX = 4096
 """Wishes of one VM; with more, it fetches all shards."""
-
-_log = structlog.get_logger(__name__)
 
 
 class Choice(Enum):
@@ -67,7 +64,6 @@ class Wish:
             step=None if is_any or self.ref is None else self.ref.step,
             near=0 if self.ref is None else self.ref.generation,
             wanted=None if is_any and self.before is None else lambda ref, _: self.accepts(ref),
-            skipped=lambda ref, why: _log.error("commit_skipped", commit=str(ref), reason=why),
         )
 
 

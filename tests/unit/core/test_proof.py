@@ -14,6 +14,7 @@ from swansongd.core.events import (
     CommitDone,
     CommitFailed,
     CommitManifest,
+    CommitSkipped,
     Conclude,
     FenceFound,
     NoticeRaised,
@@ -137,10 +138,11 @@ def one_rank_says_goodbye() -> Story:
     return refused(story, 448)
 
 
-def restoring(*, is_sealed: bool = False, fails: bool = False) -> Story:
+def restoring(*, is_sealed: bool = False, fails: bool = False, skips: bool = False) -> Story:
     """A start waits for its checkpoint; with ``is_sealed``, that is a set which the store has not got yet.
 
     With ``fails`` it cannot load the checkpoint, and may load another one by itself.
+    With ``skips`` the daemon has found the newest commit damaged.
     """
     story = committed()
     if is_sealed:
@@ -148,6 +150,10 @@ def restoring(*, is_sealed: bool = False, fails: bool = False) -> Story:
     story.leave()
     story.join(2, pid=200, start_id="b")
     story.tell(RestoreAsked("b"))
+    if skips:
+        newest = story.state.commits.last_complete
+        assert newest is not None
+        story.tell(CommitSkipped(newest))
     if fails:
         story.tell(StartBegun(2, "b"))
     story.notice(60)
@@ -547,6 +553,12 @@ CASES: list[Case] = [
     ("other start", lambda: refused(resumed(448, Parent("x", 448)), 448), "PARTIAL", "began at"),
     ("restoring", restoring, "SAFE", "completed no step"),
     ("restore failed", lambda: restoring(fails=True), "PARTIAL", "of rank 0 is unknown"),
+    (
+        "restoring an older one",
+        lambda: restoring(skips=True),
+        "PARTIAL",
+        "could not use generation",
+    ),
     ("restoring a set", lambda: restoring(is_sealed=True), "PARTIAL", "448"),
     ("restoring a set of another boot", restoring_a_set_of_another_boot, "PARTIAL", "in staging"),
     ("restoring an unseen set", sealed_unseen, "PARTIAL", "448"),

@@ -22,7 +22,8 @@ from swansong_bucket.retention.prune import prune
 from swansong_bucket.runs.signing import signed
 from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.stores.file.store import FileStore
-from swansongd.core.events import Event, RolledBack
+from swansongd.core.events import CommitSkipped, Event, RolledBack
+from swansongd.observe.facts import Observed
 from swansongd.restore import answers, downloads
 from swansongd.restore.answers import BUDGET_S
 
@@ -200,6 +201,17 @@ def test_a_disk_error_is_an_answer(vm: Vm, monkeypatch: pytest.MonkeyPatch) -> N
         error = vm.answer().error
     assert error.startswith(f"{vm.context.run.path} cannot be used: Too many open files"), error
     assert vm.answer().step == 100
+
+
+def test_the_decision_loop_knows_of_a_damaged_commit(vm: Vm) -> None:
+    """No SAFE may rest on a commit that the next VM would skip."""
+    vm.commit(100)
+    damaged = vm.commit(200)
+    committed.flip_bit(damaged, 3)
+    posted = list[Observed]()
+    vm.start_daemon(post=posted.append)
+    assert vm.ask().answer().step == 100
+    assert CommitSkipped(CommitRef(1, 200)) in posted
 
 
 @pytest.mark.fault("M09")
