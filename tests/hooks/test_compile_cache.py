@@ -17,6 +17,7 @@ from swansong._torch import compile_cache
 from swansong._torch.compile_cache import ARCHIVE, CompileCache
 from swansong.torch import TrainingState
 from torch import nn
+from torch._inductor import cpp_builder, cpu_vec_isa
 
 from testkit.fake_daemon import FakeDaemon
 from testkit.training_parts import Attach, save_part
@@ -85,7 +86,7 @@ def test_kernels_travel_with_a_signed_checkpoint(
     other.chmod(0o700)
     resumed(attach, daemon, checkpoint)
     assert contents(other) == {**KERNELS, "ab/kernel.so": b"mine"}
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(other)
+    assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent == other
     assert os.environ["TRITON_CACHE_DIR"] == str(other / "triton")
 
 
@@ -252,6 +253,67 @@ def test_one_rank_of_each_vm_writes_and_reads_the_cache(
         save_part(state, tmp_path, rank)
         found.append((tmp_path / f"rank-{rank:05d}" / ARCHIVE).exists())
     assert found == [True, False, True, False]
+
+
+def test_a_kind_of_cpu_has_its_own_kernels(
+    tmp_path: Path, use: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch compiles for the CPU that it runs on, and would load such a kernel on any other one."""
+    monkeypatch.setattr(compile_cache, "_CPU", tmp_path / "cpuinfo")
+    found = []
+    for content in (
+        "flags : avx2 gfni\nMHz : 1\n",
+        "flags : avx2\n",
+        "Features : sve\n",
+        "flags : avx2 gfni\nMHz : 2\n",
+    ):
+        (tmp_path / "cpuinfo").write_text(content)
+        CompileCache(str(use("one")))
+        found.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert found[0] == found[3]
+    assert len(set(found)) == 3
+
+
+def test_a_check_of_the_cpu_that_succeeded_is_not_repeated(
+    daemon: FakeDaemon, attach: Attach, use: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor on the next VM; torch repeats a check that failed, and checks another program or compiler."""
+    checked: list[str] = []
+
+    def check(_isa: cpu_vec_isa.VecISA, code: str) -> bool:
+        checked.append(code)
+        return code != "fails"
+
+    def after(compiler: str, *codes: str) -> list[str]:
+        """The checks of a process."""
+        checked.clear()
+        monkeypatch.setattr(cpp_builder, "get_compiler_version_info", lambda _path: compiler)
+        CompileCache(os.environ["SWANSONG_COMPILE_CACHE"])
+        for code in codes:
+            assert cpu_vec_isa.VecAVX2().check_build(code) == (code != "fails")
+        return list(checked)
+
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", check)
+    one = use("one")
+    assert after("g++ 12", "a", "fails", "a") == ["a", "fails"]
+    for path in one.rglob("*"):
+        os.utime(path, (1, 1))
+    daemon.is_signed = True
+    checkpoint = saved(attach, daemon)
+    use("other")
+    resumed(attach, daemon, checkpoint)
+    assert after("g++ 12", "a", "fails", "b") == ["fails", "b"]
+    assert after("g++ 13", "a") == ["a"]
+
+
+def test_a_torch_without_these_checks_is_used_as_it_is(
+    use: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use("one")
+    monkeypatch.delattr(cpp_builder, "get_compiler_version_info")
+    check = cpu_vec_isa.VecISA.check_build
+    CompileCache(os.environ["SWANSONG_COMPILE_CACHE"])
+    assert cpu_vec_isa.VecISA.check_build is check
 
 
 def test_without_the_variable_torch_keeps_its_own_directories(

@@ -2,19 +2,27 @@
 """The compiled kernels of ``torch.compile`` and Triton as a part of the checkpoint.
 
 The caches are code, so a process takes them only from a checkpoint whose signature the daemon has verified.
-torch chooses their entries by its own version, the source and the GPU.
+torch chooses their entries by its own version, the source and the GPU.  It compiles with ``-march=native``
+and does not compare the CPU, so each kind of CPU has its own directory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
+import importlib
 import io
 import os
+import platform
 import stat
 import tarfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from swansong import bounds
 from swansong._log import log
@@ -28,6 +36,7 @@ _CLOCK_S = 0.05
 """The times of files are that coarse."""
 _OVERHEAD_BYTES = 2048
 """Of each file in the archive, at most, with a short name."""
+_CPU = Path("/proc/cpuinfo")
 
 
 class CompileCache:
@@ -53,8 +62,10 @@ class CompileCache:
                 f"{ENV}={directory!r:.200} belongs to another user, or others can write to it, and the caches"
                 " are code: name a directory that is writable for this user alone"
             )
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.fspath(self._directory)
+        of_cpu = self._directory / f"cpu-{_instruction_sets()}"
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.fspath(of_cpu)
         os.environ["TRITON_CACHE_DIR"] = os.fspath(self._directory / "triton")
+        _store_checks(of_cpu / "checks")
 
     def snapshot(self) -> Callable[[Path], None]:
         """Return a function that writes the caches of this moment into a directory.
@@ -131,6 +142,46 @@ class CompileCache:
                 partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
                 partial.write_bytes(content.read())
                 partial.rename(path)
+
+
+def _instruction_sets() -> str:
+    """Digest of the instruction sets of this CPU."""
+    found = platform.machine()
+    with contextlib.suppress(OSError):
+        lines = _CPU.read_text().splitlines()
+        found += next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(found.encode()).hexdigest()[:16]
+
+
+def _store_checks(directory: Path) -> None:
+    """Let torch skip a check of an instruction set that succeeded, if compiler, torch and CPU are the same.
+
+    For each check torch starts a Python process, even if the program to load is in the cache.
+    """
+    try:
+        builder = importlib.import_module("torch._inductor.cpp_builder")
+        version_of, compiler = builder.get_compiler_version_info, builder.get_cpp_compiler
+        kind = builder.VecISA
+        check = kind.check_build
+    except (ImportError, AttributeError) as error:
+        log.info("torch checks the CPU again after each start: %s", error)
+        return
+    check = getattr(check, "__wrapped__", check)  # of an earlier guard
+
+    @functools.wraps(check)
+    def check_once(isa: Any, code: str) -> bool:
+        facts = (torch.__version__, version_of(compiler()), isa.build_arch_flags(), code)
+        success = directory / hashlib.sha256(repr(facts).encode()).hexdigest()
+        if success.exists():
+            return True
+        is_usable: bool = check(isa, code)
+        if is_usable:
+            with contextlib.suppress(OSError):
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                success.touch()
+        return is_usable
+
+    kind.check_build = check_once
 
 
 def requested_cache() -> CompileCache | None:
