@@ -18,6 +18,7 @@ def main() -> None:
     guard = swansong.attach(TrainingState(torch.nn.Linear(1, 1)))
     step = guard.restore()
     cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    cache.mkdir(exist_ok=True)
     found = sorted(path.name for path in cache.iterdir())
     print(json.dumps({"event": "resumed", "from_step": step, "kernels": found}), flush=True)
     if not step:
