@@ -304,6 +304,8 @@ class Resume:
 
     def _named(self, ref: CommitRef) -> Restored:
         """This commit, downloaded once for all ranks of this VM; refused once it proves damaged."""
+        if ref.step < 0:
+            raise NothingToRestore(f"generation {ref.generation} has no commit of step {ref.step}")
         refusal = self._refusal
         if refusal is not None and ref >= refusal.ref:
             raise NothingToRestore(f"{ref} is damaged: {refusal.reason}", is_damaged=True)

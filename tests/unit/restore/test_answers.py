@@ -203,6 +203,14 @@ def test_a_disk_error_is_an_answer(vm: Vm, monkeypatch: pytest.MonkeyPatch) -> N
     assert vm.answer().step == 100
 
 
+def test_a_query_that_names_a_generation_without_a_step_is_refused(vm: Vm) -> None:
+    """Only a trainer that is not ours sends it.  It is no fault of the daemon, which answers the next one."""
+    vm.commit(100)
+    answer = vm.ask(RestoreQuery("q", generation=1)).answer()
+    assert answer.error.startswith("generation 1 has no commit of step -1")
+    assert vm.ask().answer().step == 100
+
+
 def test_the_decision_loop_knows_of_a_damaged_commit(vm: Vm) -> None:
     """No SAFE may rest on a commit that the next VM would skip."""
     vm.commit(100)
