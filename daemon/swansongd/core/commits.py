@@ -150,9 +150,13 @@ def record_newest(transition: Transition, event: events.RunRead | events.Generat
 
 
 def record_skipped(transition: Transition, ref: CommitRef) -> None:
-    """A restore could not use this commit."""
+    """A restore could not use this commit.
+
+    Only the newest one counts: anyone who may create objects can name a later commit that does not exist.
+    """
     commits = transition.state.commits
-    _put(transition, replace(commits, skipped=max(commits.skipped or ref, ref)))
+    if commits.last_complete in (None, ref):
+        _put(transition, replace(commits, skipped=ref))
 
 
 def close_starts(transition: Transition, start_ids: Set[str]) -> None:

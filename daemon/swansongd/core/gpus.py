@@ -132,8 +132,7 @@ def doubt(state: State) -> str:
         return ""
     suspect = {(id_.start, id_.step, id_.is_final) for id_ in state.staging.suspect}
     is_marked = (state.owner_of(last), last.step, last.is_final) in suspect
-    skipped = state.commits.skipped
-    is_skipped = skipped is not None and skipped >= last
+    is_skipped = last == state.commits.skipped
     if state.commits.is_sound and not is_marked and not is_skipped:
         return ""
     known = (
@@ -142,7 +141,7 @@ def doubt(state: State) -> str:
         else f"{sound} is the newest sound one"
     )
     if is_skipped:
-        return f"a restore could not use {skipped}; {known}"
+        return f"a restore could not use {last}; {known}"
     if is_marked:
         return f"a GPU had failed before {last} was sealed; {known}"
     return (

@@ -426,7 +426,7 @@ class CommitState:
     is_sound: bool = True
     """False if a GPU of any VM had failed before ``last_complete`` was sealed there."""
     skipped: CommitRef | None = None
-    """Newest commit that a restore on this VM could not use: the next VM may resume from an older one."""
+    """A commit that a restore on this VM could not use: the next VM may resume from an older one."""
     newest_start: str = ""
     """The start whose generation ``last_complete`` has, if it is not a known one."""
     is_run_read: bool = False

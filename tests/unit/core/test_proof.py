@@ -138,11 +138,18 @@ def one_rank_says_goodbye() -> Story:
     return refused(story, 448)
 
 
-def restoring(*, is_sealed: bool = False, fails: bool = False, skips: bool = False) -> Story:
+def restoring(
+    *,
+    is_sealed: bool = False,
+    fails: bool = False,
+    skips: bool = False,
+    skips_another: bool = False,
+) -> Story:
     """A start waits for its checkpoint; with ``is_sealed``, that is a set which the store has not got yet.
 
     With ``fails`` it cannot load the checkpoint, and may load another one by itself.
     With ``skips`` the daemon has found the newest commit damaged.
+    With ``skips_another`` it has found a later one, which no daemon has written.
     """
     story = committed()
     if is_sealed:
@@ -154,6 +161,8 @@ def restoring(*, is_sealed: bool = False, fails: bool = False, skips: bool = Fal
         newest = story.state.commits.last_complete
         assert newest is not None
         story.tell(CommitSkipped(newest))
+    if skips_another:
+        story.tell(CommitSkipped(CommitRef(99_999_999, 1)))
     if fails:
         story.tell(StartBegun(2, "b"))
     story.notice(60)
@@ -559,6 +568,7 @@ CASES: list[Case] = [
         "PARTIAL",
         "could not use generation",
     ),
+    ("a planted commit", lambda: restoring(skips_another=True), "SAFE", "is committed"),
     ("restoring a set", lambda: restoring(is_sealed=True), "PARTIAL", "448"),
     ("restoring a set of another boot", restoring_a_set_of_another_boot, "PARTIAL", "in staging"),
     ("restoring an unseen set", sealed_unseen, "PARTIAL", "448"),
