@@ -419,9 +419,11 @@ class Service:
     def _restart_in_new_staging(self) -> None:
         """Trainers save elsewhere: end, so that the next daemon prepares the directory as at any start.
 
-        Not during an upload: what the open directory still has may be committed.
+        Not while the open directory has sets that may still become commits.
         """
-        if self._state.evacuation is None and self._state.flush.flight is None:
+        state = self._state
+        is_busy = state.flush.flight or state.commits.stored or state.uncommitted
+        if state.evacuation is None and not is_busy:
             self._post(StopRequested("staging was replaced", StagingError.exit_code))
 
     def _on_signal(self, number: int) -> None:
