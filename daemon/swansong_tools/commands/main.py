@@ -123,9 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     replace_closed()
     try:
         return _run(sys.argv[1:] if argv is None else argv)
-    except (
-        KeyboardInterrupt
-    ):  # before a command handles signals, or in one that cannot lose anything
+    except KeyboardInterrupt:
+        # Before the command handles signals, or in one that can lose nothing.
         _note("stopped by SIGINT")
         return Stopped.exit_code
 

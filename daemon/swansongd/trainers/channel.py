@@ -240,7 +240,7 @@ class TrainerChannel:
         """Close connections without a hello in time, to make room for others.
 
         Args:
-            now: no connection has an unread message that was sent before.
+            now: when the last look for messages began, before which nothing is unread.
         """
         if now - self._swept_mono_s < _SWEEP_S:
             return
