@@ -152,10 +152,10 @@ def record_newest(transition: Transition, event: events.RunRead | events.Generat
 def record_skipped(transition: Transition, ref: CommitRef) -> None:
     """A restore could not use this commit.
 
-    Only the newest one counts: anyone who may create objects can name a later commit that does not exist.
+    Only the newest whole one counts.  The restore may skip older ones, and later ones that no daemon wrote.
     """
     commits = transition.state.commits
-    if commits.last_complete in (None, ref):
+    if ref == commits.last_complete:
         _put(transition, replace(commits, skipped=ref))
 
 

@@ -526,6 +526,11 @@ class State:
         began_ns = start.began_ticks * 10**9 // self.settings.ticks_per_s
         return self.settings.booted_wall_ns + began_ns
 
+    @property
+    def may_commit(self) -> bool:
+        """Whether a set may become a commit: it waits, it is sent, or its manifest is due."""
+        return bool(self.flush.flight or self.commits.stored or self.uncommitted)
+
     def names_boot(self, staged: Staged) -> bool:
         """Whether a set names this boot of the kernel as the one in which it was sealed."""
         return staged.boot_id != "" and staged.boot_id == self.settings.boot_id

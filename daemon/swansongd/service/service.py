@@ -421,9 +421,7 @@ class Service:
 
         Not while the open directory has sets that may still become commits.
         """
-        state = self._state
-        is_busy = state.flush.flight or state.commits.stored or state.uncommitted
-        if state.evacuation is None and not is_busy:
+        if self._state.evacuation is None and not self._state.may_commit:
             self._post(StopRequested("staging was replaced", StagingError.exit_code))
 
     def _on_signal(self, number: int) -> None:

@@ -241,3 +241,21 @@ def test_safe_is_not_repeated_while_the_start_has_not_reconnected() -> None:
     after = story.restarted()
     after.tell(NoticeRaised(live))
     assert after.conclude() == ["PARTIAL generation 2 step 7"]
+
+
+def test_a_set_may_commit_from_its_seal_to_its_commit() -> None:
+    """A daemon whose staging was moved must not end before: the next one would not find the set."""
+    story = committed(5)
+    assert not story.state.may_commit
+    late = story.seal(9, "late")
+    assert story.state.uncommitted
+    assert story.state.may_commit
+    story.flushed()
+    story.commit_fails()
+    story.lose(late)
+    assert not story.state.flush.flight
+    assert not story.state.uncommitted
+    assert story.state.may_commit, "the manifest is due after the backoff"
+    story.wait(60)
+    story.store_all()
+    assert not story.state.may_commit

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from swansong_bucket.model import CommitRef, GpuHealth, Parent, Start
@@ -161,6 +162,7 @@ def restoring(
         newest = story.state.commits.last_complete
         assert newest is not None
         story.tell(CommitSkipped(newest))
+        story.tell(CommitSkipped(replace(newest, step=newest.step - 1)))
     if skips_another:
         story.tell(CommitSkipped(CommitRef(99_999_999, 1)))
     if fails:
