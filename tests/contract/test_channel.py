@@ -388,7 +388,7 @@ def test_the_socket_is_for_owner_and_group(umask: int, tmp_path: Path) -> None:
 
 
 def test_a_stale_socket_is_replaced_and_a_live_one_is_not(running: RunningChannel) -> None:
-    """A daemon replaces the socket of a dead daemon, and refuses that of a running one as a wrong path."""
+    """A daemon replaces the socket of a dead daemon, and refuses the path of a running one."""
     stale = running.directory / "stale"
     connection.listen(stale).close()
     with RunningChannel(path=stale) as successor:

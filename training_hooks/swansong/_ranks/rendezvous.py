@@ -244,7 +244,7 @@ def meet_ranks(
         store: connection of the calling thread.
         rank: of this process.
         world_size: number of ranks.
-        nonce: random, and new in each call; that of rank 0 becomes the id.
+        nonce: random, and new in each call; rank 0's becomes the id.
         closed: ends the wait.
         watch: called during the wait with the ranks that are missing, and with those that report that their
             VM has no daemon; may raise.
