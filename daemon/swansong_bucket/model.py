@@ -566,7 +566,7 @@ class TrainerView(Measures):
     is_connected: bool = True
     """False after the connection ended, while the process may still reconnect."""
     asks_for_request: bool = False
-    """It got SIGTERM, and waits to know whether a checkpoint is requested."""
+    """It got SIGTERM, and waits for the request of a last checkpoint, or to know that none will come."""
     process_start: int = 0
     """Start of its process, in clock ticks since the boot; 0 if it could not be read."""
 

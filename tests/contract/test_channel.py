@@ -45,7 +45,11 @@ def test_hello_gets_a_welcome_and_posts_the_rank(running: RunningChannel) -> Non
     with running.connect() as client:
         client.send(protocol.Hello(run="", rank=3, world_size=8, local_world_size=4, step=7))
         welcome = protocol.Welcome(
-            run="r1", staging="/staging/r1", takes_digests=True, takes_request_query=True
+            run="r1",
+            staging="/staging/r1",
+            takes_digests=True,
+            takes_request_query=True,
+            saves_at_sigterm=True,
         )
         assert client.receive() == welcome
         (joined,) = running.wait(TrainerJoined)

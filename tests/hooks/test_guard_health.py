@@ -456,7 +456,7 @@ def test_ranks_that_get_sigterm_wait_for_a_request_or_leave_together(
 ) -> None:
     """A request that reaches one of them a little too late does not part them: the first one decides."""
     torch = pytest.importorskip("torch")
-    monkeypatch.setattr("swansong.guard.END_LIMIT_S", 0.0)
+    monkeypatch.setattr("swansong.guard.SIGTERM_LIMIT_S", 0.0)
     guards = []
     for rank in range(2):
         set_rank(monkeypatch, rank)
@@ -464,7 +464,8 @@ def test_ranks_that_get_sigterm_wait_for_a_request_or_leave_together(
     until(lambda: all(each._session.staging and each._session.start.id for each in guards))
     for guard, is_requested in zip(guards, requested, strict=True):
         ids = iter(["r1" if is_requested else "", "r1"])  # a late one comes during a longer wait
-        guard._agreement.wait_requested = lambda *_, ids=ids, **__: next(ids)  # type: ignore[misc]
+        guard._agreement.wait_requested = lambda *_, ids=ids, **__: next(ids)  # type: ignore[method-assign,misc]
+        guard._agreement.ask_for_request = guard._agreement.wait_requested  # type: ignore[method-assign]
         guard._agreement.wait_taken = lambda *_: True  # type: ignore[method-assign]
         guard._answer()
     assert [guard._has_left for guard in guards] == [requested[0]] * 2
@@ -473,8 +474,10 @@ def test_ranks_that_get_sigterm_wait_for_a_request_or_leave_together(
 def test_after_sigterm_a_trainer_waits_for_the_answer_of_its_daemon(
     daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The daemon may be slow; it gets the query again when a connection is lost."""
-    monkeypatch.setattr("swansong.guard.SIGNALS_APART_S", 0.0)
+    """The daemon may be slow; it gets the query again when a connection is lost.
+
+    It asks again after a request that is withdrawn, perhaps for the notice of a termination.
+    """
     counter = Counter()
     guard = attach({"counter": counter}, stop_after_save=True)
     until(lambda: guard._session.staging)
@@ -483,13 +486,15 @@ def test_after_sigterm_a_trainer_waits_for_the_answer_of_its_daemon(
     assert len(daemon.all_of(RequestQuery)) == 1, (
         "it ends after the answer that there is no request"
     )
-    answers: list[list[Message]] = [[], [Request("r1", "test", 60.0)]]
+    answers: list[list[Message]] = [[], *([Request(name, "test", 60.0)] for name in ("r1", "r2"))]
     monkeypatch.setattr(daemon, "on_request_query", lambda: answers.pop(0))
     ending = threading.Thread(target=guard._answer)
     ending.start()
     daemon.wait_for(RequestQuery, 2)
     daemon.drop()
     until(lambda: guard.request is not None or not ending.is_alive())
+    daemon.send(Withdrawn("r1", "a notice"))
+    until(lambda: guard.request is not None and guard.request.id == "r2")
     step_to(guard, counter, 5)
     assert guard.should_stop
     monkeypatch.setattr(guard, "_is_request_taken", lambda: pytest.fail("it waits again"))
@@ -503,9 +508,9 @@ def test_after_sigterm_a_trainer_waits_for_the_answer_of_its_daemon(
 def test_an_older_daemon_is_not_asked_for_a_request(
     daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would refuse the unknown message, and close the connection."""
-    monkeypatch.setattr("swansong.guard.SIGNALS_APART_S", 0.0)
-    daemon.takes_request_query = False
+    """It would not request a checkpoint for it, or refuse the unknown message."""
+    monkeypatch.setattr("swansong.guard.UNASKED_S", 0.0)
+    daemon.saves_at_sigterm = False
     guard = attach({"counter": Counter()})
     until(lambda: guard._session.staging)
     guard._answer()

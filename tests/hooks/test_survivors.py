@@ -158,7 +158,7 @@ def trains(limit_s):
     stepped.clear()
     return stepped.wait(limit_s)
 
-termination.END_LIMIT_S = 5.0 if not {hangs} else 2.0
+termination.SIGTERM_LIMIT_S = 5.0 if not {hangs} else 2.0
 closing, closed, stepped = threading.Event(), threading.Event(), threading.Event()
 last = termination.Termination(answer, leave, is_last={is_last})
 if {before}:

@@ -69,6 +69,18 @@ SELDOM = {"swansong_tools.commands.run_supervisor._LOOK_S": 600.0}
 """Time between two looks at the status while the trainer trains."""
 
 
+REFUSED = """
+import sys
+from swansong_bucket.errors import Unreachable
+from swansong_tools.commands import main, run_supervisor
+def tell(*_):
+    raise Unreachable("only root and the daemon's own user may send notices")
+run_supervisor.Supervisor._tell = tell
+sys.exit(main.main())
+"""
+"""The command of a user whose notices the daemon refuses."""
+
+
 def with_constants(constants: dict[str, float]) -> tuple[str, ...]:
     """The program with other values of these constants."""
     return (sys.executable, str(WITH_CONSTANTS), json.dumps(constants), str(BIN / "swansong"))
@@ -209,6 +221,23 @@ def test_sigterm_before_the_trainer_has_connected_ends_it_without_a_verdict(star
         "SIGTERM: the trainer is not connected to the daemon, and ends without a checkpoint"
     )
     assert not is_running(pid)
+
+
+def test_without_the_right_to_send_a_notice_the_trainer_saves_by_itself(
+    bucket: Bucket, new_vm: Any, start: Start
+) -> None:
+    """After Ctrl-C, too: it gets SIGTERM, and the next start resumes from its last checkpoint."""
+    vm = new_vm("vm", bucket.store)
+    daemon = vm.start_daemon()
+    options = ("--config", str(vm.config), "run")
+    command = start(options=options, program=(sys.executable, "-c", REFUSED))
+    command.lines.wait(step=10)
+    until(lambda: vm.status()["trainers"], what="the trainer")
+    command.process.kill(signal.SIGINT)
+    assert command.process.wait() == 128 + signal.SIGTERM
+    command.said("the trainer saves a checkpoint, and there is no verdict")
+    step = daemon.lines.wait(event="committed")["step"]
+    start(options=options).lines.wait(resumed=step)
 
 
 @pytest.mark.fault("OE08")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,6 +67,22 @@ def test_a_set_that_survived_a_power_cut_is_resumed_from(
     daemon.lines.wait(event="committed", step=175, generation=1)
     trainer = train(vm, "--steps", "3")
     assert trainer.lines.wait(event="resumed")["step"] == 175
+
+
+@pytest.mark.fault("OE11")
+def test_a_trainer_that_gets_sigterm_ends_after_a_last_checkpoint(
+    bucket: Bucket, new_vm: NewVm
+) -> None:
+    """No notice, interval or schedule asks for it: the next start resumes from the step of the signal."""
+    vm = new_vm("a", bucket.store)
+    daemon = vm.start_daemon()
+    trainer = train(vm)
+    until(lambda: any(rank["step"] > 0 for rank in vm.status()["trainers"]), what="a step")
+    trainer.kill(signal.SIGTERM)
+    assert trainer.wait() == -signal.SIGTERM
+    step = daemon.lines.wait(event="committed")["step"]
+    assert not daemon.lines.all(event="notice")
+    assert train(vm).lines.wait(event="resumed")["step"] == step > 0
 
 
 def test_local_excludes_every_other_choice(bucket: Bucket, new_vm: NewVm, tmp_path: Path) -> None:

@@ -35,23 +35,21 @@ from swansong._daemon.daemon_channel import HAS_DAEMON, TICK_S, WATCHFUL_TICK_S,
 from swansong._daemon.progress_reports import PauseWatch, Reporter
 from swansong._daemon.session import DaemonSession, GuardOptions
 from swansong._log import log
-from swansong._ranks.agreement import Due, Ranks, SaveRequest
+from swansong._ranks.agreement import UNASKED_S, Due, Ranks, SaveRequest
 from swansong._ranks.environment import PositionError
 from swansong._ranks.job_store import warn_about_shared_store
 from swansong._ranks.position import check_ranks, find_ranks, own_process
 from swansong._ranks.start import Loaded
 from swansong._ranks.survivors import is_loss_of_a_peer
-from swansong._ranks.termination import END_LIMIT_S, Termination
+from swansong._ranks.termination import Termination
 from swansong.layout import RankManifest
-from swansong.protocol import Committed, Restored
+from swansong.protocol import SIGTERM_LIMIT_S, Committed, Restored
 from swansong.rank_files import Snapshots, holding_generators, state_of
 
 RESTORE_ENV = "SWANSONG_RESTORE"
 """Environment variable with a directory to restore from.  It overrides the daemon."""
 FINISH_PATIENCE_S = 300.0
 """Longest wait of :meth:`Guard.finish` for the commit of the last state."""
-SIGNALS_APART_S = 3.0
-"""Longest time from SIGTERM to the daemon's own signal; only then can the daemon know of no request."""
 LEAVE_PATIENCE_S = 10.0
 """Longest wait for earlier copies before a save without lost ranks; torchrun sends SIGKILL after 30 s."""
 _LOOK_S = 0.05
@@ -159,7 +157,7 @@ class Guard:
         self._pauses = PauseWatch()
         self._session.channel.start()
         self._answered: threading.Event | None = None
-        """Exists since SIGTERM, after which the process ends with a checkpoint that is requested."""
+        """Exists since SIGTERM; set when the last checkpoint is taken, with which the process ends."""
         self._has_left = False
         self._leaving = threading.Lock()
         """Held during the only save without lost ranks: both the loop and SIGTERM may begin it."""
@@ -576,12 +574,13 @@ class Guard:
         nonce = self._ranks.nonce(start_id, step, purpose, self._session.welcome.naming_secret)
         manifest = self._manifest(due, step, start_id)
         is_taken = self._saver.save(self._agreement, staging, nonce, manifest)
-        is_end = self._finished_at == step
-        is_emergency = due.kind == "emergency" and not is_end
         if is_taken:
             self._session.redone.saved(step)
-        self._should_stop |= is_taken and self._options.stop_after_save and is_emergency
-        if self._answered is not None and is_taken and due.request_id:
+        is_last = self._answered is not None and is_taken and bool(due.request_id)
+        is_before_end = is_last or (is_taken and due.kind == "emergency")
+        is_end = self._finished_at == step
+        self._should_stop |= self._options.stop_after_save and is_before_end and not is_end
+        if self._answered is not None and is_last:
             self._answered.set()
             while not self._should_stop:
                 time.sleep(_LOOK_S)  # SIGTERM ends the process here, where it holds no lock
@@ -750,14 +749,14 @@ class Guard:
                 self._save_last_step()
 
     def _answer(self) -> None:
-        """After SIGTERM, let the training loop answer a request; the daemon may have got a notice, too."""
+        """After SIGTERM, let the training loop save what the daemon requests."""
         if self._session.staging is None:
             return
-        self._answered = threading.Event()
+        self._answered = answered = threading.Event()
         if not self._should_stop and self._is_request_taken():
             self._has_left = True
-            self._answered.wait(END_LIMIT_S)
-            self._saver.wait(END_LIMIT_S)
+            answered.wait(SIGTERM_LIMIT_S)
+            self._saver.wait(SIGTERM_LIMIT_S)
         while self._should_stop and not self._closed:
             time.sleep(_LOOK_S)  # the script ends by itself, with its exit code
 
@@ -766,12 +765,8 @@ class Guard:
         agreement, session = self._agreement, self._session
         ended_id = agreement.ended_id
         # The other half is for a save without lost ranks, of which a checkpoint of all ranks never comes.
-        limit_s = END_LIMIT_S / 2 if self._can_lose_ranks else END_LIMIT_S
-        request_id = agreement.wait_requested(
-            SIGNALS_APART_S,
-            ended_id=ended_id,
-            answer_limit_s=END_LIMIT_S / 2 if session.welcome.takes_request_query else 0.0,
-        )
+        limit_s = SIGTERM_LIMIT_S / 2 if self._can_lose_ranks else SIGTERM_LIMIT_S
+        request_id = self._next_request(limit_s, ended_id=ended_id)
         if self._can_lose_ranks:
             waits = agree_to_wait(
                 self._ranks, session.start.id, session.welcome, is_requested=bool(request_id)
@@ -779,7 +774,21 @@ class Guard:
             if not waits:
                 return False
             request_id = request_id or agreement.wait_requested(limit_s, ended_id=ended_id)
-        return request_id != "" and agreement.wait_taken(request_id, limit_s)
+        if request_id:
+            log.warning(
+                "SIGTERM: this process ends after a last checkpoint, in at most %.0f s", limit_s
+            )
+        while request_id and not agreement.wait_taken(request_id, limit_s):
+            if not agreement.is_withdrawn(request_id):
+                return False
+            # A notice withdraws it, and requests another one.
+            request_id = self._next_request(limit_s, ended_id=request_id)
+        return request_id != ""
+
+    def _next_request(self, limit_s: float, *, ended_id: str) -> str:
+        if self._session.welcome.saves_at_sigterm:
+            return self._agreement.ask_for_request(limit_s, ended_id=ended_id)
+        return self._agreement.wait_requested(UNASKED_S, ended_id=ended_id)
 
     def _terminated(self) -> None:
         if not self._closed:

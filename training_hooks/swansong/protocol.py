@@ -57,6 +57,8 @@ CHECK_ENV = "SWANSONG_CHECK"
 :func:`swansong.testing.check_resume`, it is the path of a socket, which overrides all others."""
 
 
+SIGTERM_LIMIT_S = 25.0
+"""Longest time from SIGTERM to the end of a rank; torchrun and pods send SIGKILL after 30 s."""
 EXIT_SAVED = 75
 """Exit code for a trainer that ends because :attr:`swansong.Guard.should_stop` is set: saved, restart it
 elsewhere.  ``EX_TEMPFAIL`` of sysexits.h, which torchrun and schedulers do not take for success."""
@@ -191,9 +193,9 @@ class Begin(ToDaemon):
 
 @dataclass(frozen=True)
 class RequestQuery(ToDaemon):
-    """Query of a rank that got SIGTERM, and ends with the checkpoint of a request if there is one.
+    """Query of a rank that got SIGTERM, and ends within :data:`SIGTERM_LIMIT_S`.
 
-    The answer is the :class:`Request` of each checkpoint that may still come, or :class:`NotRequested`.
+    The answer is the :class:`Request` of its last checkpoint, or :class:`NotRequested`.
     """
 
 
@@ -314,7 +316,9 @@ class Welcome(FromDaemon):
     takes_digests: Flag = False
     """Whether the daemon knows Digested, RedoneQuery and Compared; an older one would refuse them."""
     takes_request_query: Flag = False
-    """Whether the daemon knows RequestQuery; an older one would refuse it."""
+    """Read by older hooks: whether the daemon knows RequestQuery."""
+    saves_at_sigterm: Flag = False
+    """Whether RequestQuery makes the daemon request a checkpoint; older ones do so for notices only."""
     is_signed: Flag = False
     """Whether the daemon restores only checkpoints with a signature of the run's key."""
     naming_secret: Id = ""
@@ -342,7 +346,7 @@ class Request(FromDaemon):
 
 @dataclass(frozen=True)
 class NotRequested(FromDaemon):
-    """Answer to RequestQuery: no checkpoint is requested, and no request will be repeated."""
+    """Answer to RequestQuery: no checkpoint will come; nothing was trained, or not all ranks can save."""
 
 
 @dataclass(frozen=True)

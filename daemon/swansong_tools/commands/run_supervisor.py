@@ -19,7 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from swansong.protocol import EXIT_SAVED, SOCKET_ENV, Noted, Notify, NotifyWithdrawn
+from swansong.protocol import (
+    EXIT_SAVED,
+    SIGTERM_LIMIT_S,
+    SOCKET_ENV,
+    Noted,
+    Notify,
+    NotifyWithdrawn,
+)
 from swansong_bucket.errors import ConfigError, FencedError, SwansongError, Unreachable
 from swansong_bucket.model import Health, Verdict
 from swansongd.observe.status import DaemonStatus
@@ -252,7 +259,10 @@ class Supervisor:
         has_ranks = self._status is not None and any(
             t.world_size > 1 for t in self._status.trainers
         )
-        if verdict is not Verdict.SAFE or not has_ranks:
+        if verdict is None and self._has_connected:
+            trainer.send_signal(signal.SIGTERM)  # at which the hooks save without a notice
+            self._wait(SIGTERM_LIMIT_S, lambda: trainer.returncode is not None)
+        elif verdict is not Verdict.SAFE or not has_ranks:
             trainer.send_signal(self._signal)
             self._wait(_STOP_LIMIT_S, lambda: trainer.returncode is not None)
         self._kill_trainer()
@@ -278,7 +288,7 @@ class Supervisor:
         try:
             self._tell(notice)
         except Unreachable as error:
-            _say(f"{error}; the trainer ends at its last commit")
+            _say(f"{error}; the trainer saves a checkpoint, and there is no verdict")
             return None
         _say(f"{number.name}: saving a checkpoint; Ctrl-C again ends everything at once")
         self._wait(

@@ -198,7 +198,7 @@ def will_repeat(transition: Transition) -> bool:
 
 
 def answer_asking(transition: Transition) -> None:
-    """Answer the ranks that got SIGTERM, once no request waits for them and none will be repeated."""
+    """Tell the ranks that got SIGTERM that no checkpoint will come: no request waits, or will be repeated."""
     asking = [trainer for trainer in transition.state.connected if trainer.asks_for_request]
     is_repeated = transition.state.evacuation is not None and will_repeat(transition)
     if asking and not transition.waiting_requests and not is_repeated:

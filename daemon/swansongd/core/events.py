@@ -157,7 +157,7 @@ class PeerRequested(FromTrainer):
 
 @dataclass(frozen=True, slots=True)
 class RequestAsked(FromTrainer):
-    """A rank got SIGTERM, and asks whether a checkpoint is requested."""
+    """A rank got SIGTERM, and asks for a last checkpoint."""
 
     connection: int
 

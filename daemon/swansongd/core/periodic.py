@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests periodic checkpoints when they are due, where the trainer leaves that to the daemon.
+"""Requests checkpoints without an evacuation: periodic ones, and the last one of a rank that got SIGTERM.
 
 The request takes the path of :mod:`swansongd.core.request`, without urgency.  A set that is sealed for any
-reason ends it.  After a failure the next interval brings the next request.
+reason ends it.  After a failure the next interval, or the next query of the rank, brings the next request.
 """
 
 from __future__ import annotations
 
-from swansongd.core import cadence
+from dataclasses import replace
+
+from swansong.protocol import SIGTERM_LIMIT_S
+
+from swansongd.core import cadence, gpus, ranks
+from swansongd.core.emergency import has_trainer
 from swansongd.core.request import (
     end_periodic,
     fail,
@@ -43,8 +48,10 @@ def reconcile(transition: Transition) -> None:
     request = transition.state.requests.periodic
     if request is not None:
         _follow(transition, request)
+    elif _is_asked(transition):
+        _make(transition, "a rank got SIGTERM", patience_s=SIGTERM_LIMIT_S)
     elif _is_due(transition):
-        _make(transition)
+        _make(transition, "a periodic checkpoint is due", patience_s=PATIENCE_S)
 
 
 def _follow(transition: Transition, request: CheckpointRequest) -> None:
@@ -64,23 +71,42 @@ def _follow(transition: Transition, request: CheckpointRequest) -> None:
 
 def _is_due(transition: Transition) -> bool:
     state = transition.state
-    ranks = {trainer.rank for trainer in state.connected}
-    # Over several VMs the daemon of rank 0 requests, and the ranks take the other VMs along.
     is_ready = (
-        not _is_pressed(transition)
-        and not state.is_finished
+        _can_save(transition)
         and state.generation is not None
-        and 0 in ranks
-        and len(ranks) >= state.local_world_size
+        # Over several VMs the daemon of rank 0 requests, and the ranks take the other VMs along.
+        and any(trainer.rank == 0 for trainer in state.connected)
+        and all(trainer.takes_periodic for trainer in state.connected)
         and (len(state.uncommitted) < UNCOMMITTED_MAX or state.flush.failures > 0)
     )
     if not is_ready:
         return False
-    if not all(t.takes_periodic and t.step > 0 for t in state.connected):
-        return False
     moments = (state.joined_mono_s, state.staging.saved_mono_s, state.requests.periodic_mono_s)
     last = max(moment for moment in moments if moment is not None)
     return transition.now - last >= interval_s(state)
+
+
+def _is_asked(transition: Transition) -> bool:
+    """Whether a rank ends, and its state can be saved before."""
+    state = transition.state
+    return (
+        any(trainer.asks_for_request for trainer in state.connected)
+        and _can_save(transition)
+        and all(trainer.step > trainer.parent.step for trainer in state.connected)
+        and not gpus.objection(state, transition.now)
+    )
+
+
+def _can_save(transition: Transition) -> bool:
+    """Whether all ranks of this VM train, and no evacuation needs them."""
+    state = transition.state
+    connected = state.connected
+    return (
+        has_trainer(state)
+        and not _is_pressed(transition)
+        and len({trainer.rank for trainer in connected}) >= state.local_world_size
+        and all(trainer.step > 0 for trainer in connected)
+    )
 
 
 def _is_pressed(transition: Transition) -> bool:
@@ -93,18 +119,20 @@ def _is_pressed(transition: Transition) -> bool:
     )
 
 
-def _make(transition: Transition) -> None:
+def _make(transition: Transition, reason: str, *, patience_s: float) -> None:
     connected = transition.state.connected
     request = CheckpointRequest(
         # The instant makes the id differ from those of an earlier life of the daemon, which hooks remember.
         request_id=f"periodic-{transition.now:.3f}",
-        reason="a periodic checkpoint is due",
+        reason=reason,
         start_id=transition.state.asked_start,
         is_periodic=True,
         is_urgent=False,
         asked_mono_s=transition.now,
-        agree_by_mono_s=transition.now + PATIENCE_S,
+        agree_by_mono_s=transition.now + patience_s,
         ranks=frozenset(trainer.rank for trainer in connected),
     )
     record_periodic(transition, request)
     send(transition, request, tuple(trainer.connection for trainer in connected))
+    for trainer in connected:  # the request answers their queries
+        ranks.update(transition, replace(trainer, asks_for_request=False))

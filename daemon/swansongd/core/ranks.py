@@ -102,7 +102,7 @@ def record_begun(transition: Transition, connection: int, start_id: str) -> None
 
 
 def record_asking(transition: Transition, connection: int) -> None:
-    """A rank got SIGTERM, and asks whether a checkpoint is requested."""
+    """A rank got SIGTERM, and asks for a last checkpoint."""
     trainer = transition.state.ranks.on(connection)
     if trainer is not None:
         update(transition, replace(trainer, asks_for_request=True))

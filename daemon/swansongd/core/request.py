@@ -216,10 +216,12 @@ def record_left(transition: Transition, event: events.TrainerLeft) -> None:
         return
     others = {other.rank for other in transition.state.connected if other is not trainer}
     for request in transition.waiting_requests:
-        if event.is_goodbye and request.ranks & others:
+        if trainer.rank not in request.ranks or (event.is_goodbye and request.ranks & others):
             continue
-        if trainer.rank in request.ranks and not request.is_periodic:
+        if not request.is_periodic:
             _record_lost(transition, request)
+        elif not event.is_goodbye:
+            fail(transition, request, f"the process of rank {trainer.rank} ended")
 
 
 def _record_lost(transition: Transition, request: CheckpointRequest) -> None:

@@ -458,18 +458,18 @@ def test_a_process_that_starts_too_late_for_a_checkpoint_is_not_signalled() -> N
 
 
 @pytest.mark.fault("T09")
-def test_a_rank_that_got_sigterm_is_told_that_no_request_will_come() -> None:
-    """Not while a request waits, or a failed one will be repeated: the rank would end too early."""
+def test_a_rank_that_got_sigterm_waits_for_the_request_of_an_evacuation() -> None:
+    """While a request waits, or a failed one will be repeated, it is not told that none will come.
+
+    If the notice is withdrawn, the rank gets a request for itself.
+    """
     story = joined(step=7)
-    story.tell(RequestAsked(1))
-    story.wait(1.0)
-    assert story.sent(NotRequested) == [Send(NotRequested(), (1,))]
     story.notice(in_s=60)
     for _ in range(2):
         story.tell(RequestAsked(1))
         story.tell(TrainerFailed(1, story.request_id, "no space left", 7))
         story.wait(REPEAT_S_MAX)
     assert len(story.all(Request)) == 3
-    assert len(story.all(NotRequested)) == 1
     story.withdraw()
-    assert len(story.all(NotRequested)) == 2
+    assert not story.all(NotRequested)
+    assert story.last(Request).urgency == "drain"

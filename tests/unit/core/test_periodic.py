@@ -4,12 +4,19 @@
 from __future__ import annotations
 
 import pytest
-from swansong.protocol import Request, Target, Withdrawn
-from swansong_bucket.model import CommitRef
+from swansong.protocol import (
+    SIGTERM_LIMIT_S,
+    NotRequested,
+    Request,
+    Target,
+    Withdrawn,
+)
+from swansong_bucket.model import CommitRef, GpuHealth, Parent
 from swansongd.core import cadence, periodic
 from swansongd.core.events import (
     HistoryRead,
     Log,
+    RequestAsked,
     Send,
     TrainerAccepted,
     TrainerFailed,
@@ -130,6 +137,51 @@ def test_unsent_sets_do_not_pile_up() -> None:
     story.store_all()
     story.wait(1)
     assert len(asks(story)) == 1
+
+
+@pytest.mark.fault("OE11")
+def test_sigterm_of_a_rank_requests_a_checkpoint() -> None:
+    """At once, of all ranks, also of those with their own schedule; its set is committed."""
+    story = Story()
+    for rank in range(2):
+        join(story, rank, 2, takes_periodic=False)
+    story.tell(RequestAsked(2))
+    (sent,) = story.sent(Request)
+    assert (sent.message.urgency, sent.connections) == ("drain", (1, 2))
+    assert sent.message.seconds_left == SIGTERM_LIMIT_S
+    accept(story, 7, 0)
+    accept(story, 8, 1)
+    assert story.last(Send) == Send(Target(sent.message.id, 9), (1, 2))
+    story.leave(2, is_goodbye=True)
+    story.commit(9, request_id=sent.message.id)
+    assert story.state.commits.last == CommitRef(2, 9)
+    assert not story.all(NotRequested)
+    assert not story.all(Withdrawn)
+
+
+@pytest.mark.parametrize("reason", ["no step", "a lost rank", "a failed GPU"])
+def test_after_sigterm_without_a_state_to_save_a_rank_ends_at_once(reason: str) -> None:
+    """The daemon answers that no checkpoint will come, in the same step of its loop."""
+    story = Story()
+    loaded = Parent("earlier", 7 if reason == "no step" else 5)
+    story.join(ranks=2 if reason == "a lost rank" else 1, step=7, parent=loaded)
+    if reason == "a failed GPU":
+        story.read_gpus(GpuHealth.DYING)
+    story.tell(RequestAsked(1))
+    assert story.sent(NotRequested) == [Send(NotRequested(), (1,))]
+    assert not asks(story)
+
+
+def test_the_end_of_a_process_frees_the_ranks_that_would_wait_for_it() -> None:
+    """The request fails, and the next query of a rank that got SIGTERM brings no other one."""
+    story = Story()
+    join(story, 0, 2)
+    join(story, 1, 2)
+    story.tell(RequestAsked(1))
+    story.leave(2)
+    assert story.last(Withdrawn).request_id == asks(story)[0].id
+    story.tell(RequestAsked(1))
+    assert story.sent(NotRequested) == [Send(NotRequested(), (1,))]
 
 
 @pytest.mark.fault("T04")

@@ -32,6 +32,10 @@ from swansong.protocol import (
 
 AGREEMENT_LIMIT_S = 5.0
 """Longest wait at a step boundary.  The limit is a tenth of the time left if that is shorter."""
+UNASKED_S = 3.0
+"""Wait for the request of a daemon that cannot be asked; pause before a query is repeated."""
+_UNSENT_MAX = 2
+"""Queries in a row that find no daemon: a restart takes 1 s."""
 _ANSWERS_MAX = 16
 _LOOK_S = 0.05
 
@@ -248,26 +252,38 @@ class Agreement:
         with self._changed:
             return self._newest_id if self._active is None else ""
 
-    def wait_requested(self, limit_s: float, *, ended_id: str, answer_limit_s: float = 0.0) -> str:
+    def wait_requested(self, limit_s: float, *, ended_id: str) -> str:
         """Wait until a request is in progress, or has arrived after ``ended_id``, and return its id.
 
         Args:
-            limit_s: longest wait for a request, in seconds.
+            limit_s: longest wait, in seconds.
             ended_id: the property of this name, at the time from which requests count.
-            answer_limit_s: if positive, ask the daemon after that wait, and wait for its answer at most this
-                long.
 
         Returns:
             Id of the request, which the training loop may have answered since; empty without one.
         """
         with self._changed:
             self._look(limit_s, lambda: self._newest_id != ended_id)
-            if answer_limit_s and self._newest_id == ended_id:
-                self._is_asking = bool(self.send(RequestQuery()))  # False without a connection
+            return self._newest_id if self._newest_id != ended_id else ""
+
+    def ask_for_request(self, limit_s: float, *, ended_id: str) -> str:
+        """Ask the daemon for a request; otherwise like :meth:`wait_requested`.
+
+        The wait ends with the answer that no checkpoint will come, and without a connection.
+        """
+        with self._changed:
+            self._is_asking = True
+            unsent = 0
+            while limit_s > 0 and unsent < _UNSENT_MAX and self._is_asking:
+                if self._newest_id != ended_id:
+                    break
+                # A query may be lost with its connection.
+                unsent = 0 if self.send(RequestQuery()) else unsent + 1
                 self._look(
-                    answer_limit_s, lambda: self._newest_id != ended_id or not self._is_asking
+                    min(limit_s, UNASKED_S),
+                    lambda: self._newest_id != ended_id or not self._is_asking,
                 )
-                self._is_asking = False
+                limit_s -= UNASKED_S
             return self._newest_id if self._newest_id != ended_id else ""
 
     def _look(self, limit_s: float, is_over: Callable[[], bool]) -> None:
@@ -278,7 +294,7 @@ class Agreement:
                 return
 
     def not_requested(self) -> None:
-        """Record the daemon's answer that it requests no checkpoint."""
+        """Record the daemon's answer that no checkpoint will come."""
         with self._changed:
             self._is_asking = False
             self._changed.notify_all()
@@ -288,6 +304,11 @@ class Agreement:
         self.wait_finished(request_id, limit_s)
         with self._changed:
             return isinstance(self._answers.get(request_id), Accepted | Sealed)
+
+    def is_withdrawn(self, request_id: str) -> bool:
+        """Whether the request has ended without an answer: withdrawn, or replaced by a later one."""
+        with self._changed:
+            return self._find(request_id) is None and request_id not in self._answers
 
     def target(self, target: Target) -> None:
         """Set the step at which all ranks save.  Later targets for the same request are ignored."""
@@ -308,10 +329,8 @@ class Agreement:
                 self._end_request()
 
     def resend(self) -> None:
-        """Repeat the last answer, and a query without an answer, after a reconnect."""
+        """Repeat the last answer after a reconnect."""
         with self._changed:
-            if self._is_asking:
-                self.send(RequestQuery())
             if self._active is not None:
                 self.send(self._active.answer)
             elif self._answers:

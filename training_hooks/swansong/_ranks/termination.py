@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM of a trainer: it ends after a checkpoint that the daemon requests at the same time.
+"""SIGTERM of a trainer: it ends after a last checkpoint, which its daemon requests.
 
-A pod, a container or a shutdown sends SIGTERM to the daemon and to the trainer at once.  A launcher such as
+A user, a batch system, a pod or a shutdown sends it, to the daemon as well or not.  A launcher such as
 torchrun sends it to the living ranks of a VM within 0.1 s after one rank died.  Their training loops may be
 blocked in a collective with the dead rank, where the main thread can run no Python code.  So another thread
 decides about the end.
@@ -16,12 +16,12 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from swansong.protocol import SIGTERM_LIMIT_S
+
 EXIT_CODE = 128 + signal.SIGTERM
 """Exit code of a process whose main thread does not stop; otherwise the signal ends the process."""
 STOP_LIMIT_S = 0.5
 """Longest wait for the main thread to stop; one that is blocked in a collective cannot."""
-END_LIMIT_S = 25.0
-"""Longest time from the signal to the end of the process; torchrun and pods send SIGKILL after 30 s."""
 
 
 class Termination:
@@ -119,7 +119,7 @@ class Termination:
                 # Not in this thread: the stopped main thread may hold a lock that the functions need.
                 ending = threading.Thread(target=self._end, name="swansong-last", daemon=True)
                 ending.start()
-                ending.join(END_LIMIT_S)
+                ending.join(SIGTERM_LIMIT_S)
                 os._exit(EXIT_CODE)
         os.close(read_fd)
 
