@@ -223,6 +223,24 @@ def test_sigterm_before_the_trainer_has_connected_ends_it_without_a_verdict(star
     assert not is_running(pid)
 
 
+@pytest.mark.fault("OE11")
+@pytest.mark.parametrize("words", [(), ("stop",)])
+def test_a_trainer_that_ends_at_sigterm_first_gets_a_verdict(
+    start: Start, words: tuple[str, ...]
+) -> None:
+    """A scheduler signals all processes at once, and the trainer may have saved before the command acts."""
+    module = "swansong_tools.commands.run_supervisor"
+    constants = {f"{module}._RESTART_S": 60.0, f"{module}._LOOK_S": 0.0}
+    command = start(*words, program=with_constants(constants))
+    trainer, *_ = command.training()
+    command.lines.wait(step=100)  # the command has seen the trainer's connection
+    os.kill(trainer, signal.SIGTERM)
+    until(lambda: not is_running(trainer), what="the end of the trainer")
+    command.process.kill(signal.SIGTERM)
+    assert command.process.wait() == EXIT_SAVED
+    command.said("SAFE: generation 1 step")
+
+
 def test_without_the_right_to_send_a_notice_the_trainer_saves_by_itself(
     bucket: Bucket, new_vm: Any, start: Start
 ) -> None:

@@ -576,11 +576,10 @@ class Guard:
         is_taken = self._saver.save(self._agreement, staging, nonce, manifest)
         if is_taken:
             self._session.redone.saved(step)
-        is_last = self._answered is not None and is_taken and bool(due.request_id)
-        is_before_end = is_last or (is_taken and due.kind == "emergency")
         is_end = self._finished_at == step
-        self._should_stop |= self._options.stop_after_save and is_before_end and not is_end
-        if self._answered is not None and is_last:
+        is_emergency = due.kind == "emergency" and not is_end
+        self._should_stop |= is_taken and self._options.stop_after_save and is_emergency
+        if self._answered is not None and is_taken and due.request_id:
             self._answered.set()
             while not self._should_stop:
                 time.sleep(_LOOK_S)  # SIGTERM ends the process here, where it holds no lock

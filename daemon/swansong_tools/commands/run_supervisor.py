@@ -126,9 +126,12 @@ class Supervisor:
             trainer = self._start_trainer()
             self._wait(math.inf, lambda: self._signal or trainer.returncode is not None)  # noqa: B023
             code = trainer.returncode
-            if code is None:
+            if code is not None:
+                self._kill_trainer()  # what it has left running
+            if code:  # a signal to all processes of a job may reach the trainer first
+                self._wait(_RESTART_S, lambda: self._signal)
+            if code is None or (code and self._signal):
                 return self._interrupt(trainer)
-            self._kill_trainer()  # what it has left running
             if code in _NO_RESTART:
                 return self._finish(code)
             if self._is_saved_at_a_notice():
@@ -137,7 +140,6 @@ class Supervisor:
                 return self._finish(code)
             self._failures += 1
             _say(f"the trainer {_ended(code)}; restart {self._failures} of {self.restarts}")
-            self._wait(_RESTART_S, lambda: self._signal)
         return processes.exit_code(-self._signal)
 
     # ------------------------------------------------------------------ one turn

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests checkpoints without an evacuation: periodic ones, and the last one of a rank that got SIGTERM.
 
-The request takes the path of :mod:`swansongd.core.request`, without urgency.  A set that is sealed for any
-reason ends it.  After a failure the next interval, or the next query of the rank, brings the next request.
+The request takes the path of :mod:`swansongd.core.request`.  A set that is sealed for any reason ends it.
+After a failure the next interval, or the next query of the rank, brings the next request.
 """
 
 from __future__ import annotations
@@ -49,9 +49,11 @@ def reconcile(transition: Transition) -> None:
     if request is not None:
         _follow(transition, request)
     elif _is_asked(transition):
-        _make(transition, "a rank got SIGTERM", patience_s=SIGTERM_LIMIT_S)
+        request = _request(transition, "sigterm", "a rank got SIGTERM", patience_s=SIGTERM_LIMIT_S)
+        _make(transition, replace(request, is_urgent=True))
     elif _is_due(transition):
-        _make(transition, "a periodic checkpoint is due", patience_s=PATIENCE_S)
+        reason = "a periodic checkpoint is due"
+        _make(transition, _request(transition, "periodic", reason, patience_s=PATIENCE_S))
 
 
 def _follow(transition: Transition, request: CheckpointRequest) -> None:
@@ -119,19 +121,24 @@ def _is_pressed(transition: Transition) -> bool:
     )
 
 
-def _make(transition: Transition, reason: str, *, patience_s: float) -> None:
-    connected = transition.state.connected
-    request = CheckpointRequest(
+def _request(
+    transition: Transition, name: str, reason: str, *, patience_s: float
+) -> CheckpointRequest:
+    return CheckpointRequest(
         # The instant makes the id differ from those of an earlier life of the daemon, which hooks remember.
-        request_id=f"periodic-{transition.now:.3f}",
+        request_id=f"{name}-{transition.now:.3f}",
         reason=reason,
         start_id=transition.state.asked_start,
         is_periodic=True,
         is_urgent=False,
         asked_mono_s=transition.now,
         agree_by_mono_s=transition.now + patience_s,
-        ranks=frozenset(trainer.rank for trainer in connected),
+        ranks=frozenset(trainer.rank for trainer in transition.state.connected),
     )
+
+
+def _make(transition: Transition, request: CheckpointRequest) -> None:
+    connected = transition.state.connected
     record_periodic(transition, request)
     send(transition, request, tuple(trainer.connection for trainer in connected))
     for trainer in connected:  # the request answers their queries

@@ -154,13 +154,14 @@ class Finishing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRequest:
-    """A checkpoint request to the trainer, of an evacuation or periodic, and how far it has come."""
+    """A checkpoint request to the trainer, and how far it has come."""
 
     request_id: str
     reason: str
     start_id: str = ""
     """The newest start of the training when the request was made."""
     is_periodic: bool = False
+    """Made without an evacuation, also for a rank that got SIGTERM."""
     is_follow_up: bool = False
     by_signal: bool = False
     is_urgent: bool = True

@@ -44,7 +44,7 @@ def join(
 
 
 def asks(story: Story) -> list[Request]:
-    return [ask for ask in story.all(Request) if ask.id.startswith("periodic-")]
+    return [ask for ask in story.all(Request) if ask.id.startswith(("periodic-", "sigterm-"))]
 
 
 def accept(story: Story, step: int, rank: int = 0) -> None:
@@ -147,7 +147,7 @@ def test_sigterm_of_a_rank_requests_a_checkpoint() -> None:
         join(story, rank, 2, takes_periodic=False)
     story.tell(RequestAsked(2))
     (sent,) = story.sent(Request)
-    assert (sent.message.urgency, sent.connections) == ("drain", (1, 2))
+    assert (sent.message.urgency, sent.connections) == ("emergency", (1, 2))
     assert sent.message.seconds_left == SIGTERM_LIMIT_S
     accept(story, 7, 0)
     accept(story, 8, 1)
