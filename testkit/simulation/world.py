@@ -19,7 +19,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from swansong.fields import PROCESS_PREFIX
-from swansong.protocol import Request, RestoreQuery, StartDrawn, Target, Withdrawn
+from swansong.protocol import (
+    SIGTERM_LIMIT_S,
+    NotRequested,
+    Request,
+    RestoreQuery,
+    StartDrawn,
+    Target,
+    Withdrawn,
+)
 from swansong_bucket.errors import StoreError
 from swansong_bucket.format import claim as claims
 from swansong_bucket.format import manifest
@@ -60,6 +68,7 @@ from swansongd.core.events import (
     NoticeWithdrawn,
     ProcessFound,
     Prune,
+    RequestAsked,
     Rescan,
     RestoreAsked,
     RolledBack,
@@ -114,6 +123,8 @@ SETTLE_S = 2.0
 """Files of a trainer without hooks count as sealed after this time without a change."""
 LOOK_S = 1.0
 """Interval at which the daemon looks up the process of a trainer without hooks."""
+ASK_AGAIN_S = 3.0
+"""A rank that got SIGTERM asks the daemon again after this time."""
 LOAD_S = 2.0
 """Longest time to load a checkpoint."""
 SLOW_REQUEST = 20.0
@@ -123,6 +134,8 @@ OTHER = "other"
 TRAINERS = ("one rank", "two ranks", "two ranks", "process", "process")
 ASKING = ("newest", "asks, then older")
 """Trainers that ask the daemon from which checkpoint they resume."""
+UNTIED = ("periodic-", "sigterm-")
+"""Beginnings of the ids of requests that belong to no evacuation."""
 FAULTS = (
     "lost_reply", "late_write", "refused", "restart", "trainer_death", "dies_slowly", "disconnects",
     "second_vm", "void", "slow_network", "torn_save", "never_answers", "late_scan",
@@ -215,6 +228,8 @@ class Trainer:
     further: int = 0
     """Number of further starts in the same processes."""
     saved_s: float | None = None
+    has_sigterm: bool = False
+    """It ends after its last checkpoint, for which it asks the daemon."""
     withdrawn: set[str] = field(default_factory=set)
     """Withdrawn periodic requests, which get no answer."""
     signalled: list[str] = field(default_factory=list)
@@ -261,6 +276,8 @@ class World:
         self.world_size = 2 if kind == "two ranks" else 1
         self.has_store = random.Random(f"store {seed}").random() < 0.7
         """The ranks have a process group, in whose store rank 0 gives its start to the others."""
+        if random.Random(f"sigterm {seed}").random() < 0.3:
+            self.faults.add("sigterm")
         self.fired: set[str] = set()
         self.is_calm_from_s = is_calm_from_s
         self.now = 1000.0
@@ -613,6 +630,9 @@ class World:
             case Send(Target(request_id, target), connections):
                 for rank in self._ranks_of(connections):
                     self._targeted(rank, request_id, target)
+            case Send(NotRequested(), connections):
+                if trainer is not None and self._ranks_of(connections):
+                    self._ends_at_sigterm(trainer)
             case SignalTrainer(request_id):
                 self._signal(request_id)
             case Send(Withdrawn(request_id)):
@@ -1133,6 +1153,10 @@ class World:
             self._rolls_back(trainer)
         elif self.chance("ends", 0.005):
             self._finishes(trainer)
+        elif trainer.has_hooks and not trainer.has_sigterm and self.chance("sigterm", 0.1):
+            trainer.has_sigterm = True
+            self._asks_for_request(trainer)
+            self.at(SIGTERM_LIMIT_S, lambda: self._ends_at_sigterm(trainer))
         elif trainer.has_hooks and self.chance("disconnects", 0.02):
             rank = self.random.choice(trainer.ranks)
             if rank.is_connected:
@@ -1140,6 +1164,20 @@ class World:
                 lost = TrainerLeft(rank.connection, exited=False, reason="reset")
                 self.post(lambda: lost, 0.01)
                 self.at(0.02, lambda: self._connects_again(trainer, rank))
+
+    def _asks_for_request(self, trainer: Trainer) -> None:
+        """Ask the daemon for a last checkpoint, again after a lost query."""
+        if trainer is not self.trainer:
+            return
+        rank = trainer.ranks[-1]
+        if rank.is_connected and rank.life == self.life and not rank.standing:
+            self.post(lambda: RequestAsked(rank.connection), 0.05)
+        self.at(ASK_AGAIN_S, lambda: self._asks_for_request(trainer))
+
+    def _ends_at_sigterm(self, trainer: Trainer) -> None:
+        if trainer is self.trainer and trainer.has_sigterm:
+            self._end(trainer, is_goodbye=True)
+            self._may_start_again()
 
     def _connects_again(self, trainer: Trainer, rank: Rank) -> None:
         if trainer is self.trainer and not rank.is_connected and self.is_up:
@@ -1187,7 +1225,7 @@ class World:
         self.asks.add((request_id, rank.connection))
         # The start before may have answered a daemon that has died since.
         is_answered = any(staged.request_id == request_id for staged in self.sealed)
-        if not is_periodic and not is_answered:
+        if not request_id.startswith(UNTIED) and not is_answered:
             self.witness.is_asked(request_id, trainer.line.id)
         rank.asked = request_id
         if self.hangs and rank.number == self.world_size - 1:
@@ -1277,7 +1315,7 @@ class World:
         for rank in trainer.ranks:
             if rank.standing == request_id and not trainer.is_saving:
                 rank.standing = ""
-        if request_id.startswith("periodic-") or FOLLOW_UP in request_id:
+        if request_id.startswith(UNTIED) or FOLLOW_UP in request_id:
             trainer.withdrawn.add(request_id)
 
     def _saves(self, trainer: Trainer, step: int, request_id: str) -> None:
@@ -1326,6 +1364,7 @@ class World:
             if request_id.startswith("periodic-"):
                 self.periodic.append(step)
             self._says_sealed(trainer, trainer.ranks[0], self._seal(whole))
+            self._ends_at_sigterm(trainer)
 
         self.at(self.save_s * 1.01, done)
 
