@@ -89,7 +89,7 @@ def test_the_daemon_accepts_what_is_written(tmp_path: Path) -> None:
         ),
         (
             {"store": "s4://x"},
-            "--store: 's4://x' is not the URL of a store; give s3://BUCKET/PREFIX",
+            "--store: 's4://x' does not start with s3://, gs://, az:// or file:///; give",
         ),
         (
             {"store": "file:///x/y", "staging": "/x"},

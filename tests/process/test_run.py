@@ -362,7 +362,7 @@ def test_a_daemon_that_cannot_start_names_the_fix(start: Start) -> None:
 @pytest.mark.parametrize(
     ("words", "state", "code", "said"),
     [
-        (["--store", "s4://x"], "good", 2, "is not the URL of a store; give s3://"),
+        (["--store", "s4://x"], "good", 2, "does not start with s3://"),
         (["--store", "s3://bucket/x"], "good", 2, "--run: is missing"),
         (["--run", "r", "--grace", "soon"], "good", 2, "is not a duration"),
         (["--run", "r", "--grace", "1s"], "good", 2, "leaves no time of deadline.sigterm_grace_s"),

@@ -317,31 +317,43 @@ def _split(value: str) -> tuple[str, str, str, str]:
 
 _AZURE_HOST = re.compile(r"az://([^/@]*@)?[^/@]*\.(blob|dfs)\.")
 """The form of adlfs and Hadoop, ``container@account.blob.core.windows.net``, in which @ precedes no host."""
-_AZURE_PLACE = re.compile(r"[a-z0-9]{3,24}/(?=[^/]{3,63}(/|\Z))[a-z0-9]+(-[a-z0-9]+)*(/.*)?")
+_BUCKET = (
+    re.compile(r"[a-z0-9][a-z0-9._-]{2,221}(/.*)?"),
+    "lacks a bucket name of 3 to 222 lowercase letters, digits, dots, dashes and underscores",
+)
+_STORES = {
+    "s3": ("s3://BUCKET/PREFIX", *_BUCKET),
+    "gs": ("gs://BUCKET/PREFIX", *_BUCKET),
+    "az": (
+        "az://ACCOUNT/CONTAINER/PREFIX",
+        re.compile(r"[a-z0-9]{3,24}/(?=[^/]{3,63}(/|\Z))[a-z0-9]+(-[a-z0-9]+)*(/.*)?"),
+        "lacks an account and a container of lowercase letters and digits (3 to 24, and 3 to 63)",
+    ),
+    "file": ("file:///ABSOLUTE/PATH", re.compile(r"/+[^/].*"), "lacks an absolute path"),
+}
+"""By scheme: the form of a URL, its host and path, and the problem of others."""
 
 
 def store_url(value: object) -> str:
-    remedy = (
-        "give s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://ACCOUNT/CONTAINER/PREFIX or "
-        "file:///ABSOLUTE/PATH"
-    )
+    *forms, last = [form for form, _, _ in _STORES.values()]
+    remedy = f"give {', '.join(forms)} or {last}"
     if isinstance(value, str) and _AZURE_HOST.match(value):
-        raise InvalidValue("has the host of an account", "give az://ACCOUNT/CONTAINER/PREFIX")
+        raise InvalidValue("has the host of an account", f"give {_STORES['az'][0]}")
     try:
         scheme, host, path, rest = _split(value if isinstance(value, str) else "")
     except ValueError:
         raise InvalidValue("is not a URL", remedy) from None
-    place = unquote(path)
-    is_file = scheme == "file" and not host and path.startswith("/") and path.strip("/")
-    is_bucket = scheme in ("s3", "gs") and re.fullmatch(r"[a-z0-9][a-z0-9._-]{2,221}", host)
-    is_container = scheme == "az" and _AZURE_PLACE.fullmatch(f"{host}{path}")
-    if (
-        not (is_file or is_bucket or is_container)
-        or rest
-        or ".." in place.split("/")
-        or not place.isprintable()
-    ):
-        raise InvalidValue("is not the URL of a store", remedy)
+    if scheme not in _STORES:
+        raise InvalidValue("does not start with s3://, gs://, az:// or file:///", remedy)
+    form, places, problem = _STORES[scheme]
+    if not unquote(path).isprintable():
+        raise InvalidValue("has a character that is not printable", f"give {form} without it")
+    if rest:
+        raise InvalidValue("has a query or a fragment", f"give {form} without ? and #")
+    if ".." in unquote(path).split("/"):
+        raise InvalidValue("contains ..", f"give {form} without it")
+    if not places.fullmatch(f"{host}{path}"):
+        raise InvalidValue(problem, f"give {form}")
     return str(value)
 
 

@@ -209,15 +209,6 @@ NO_CHUNK_SIZES = (
         ("staging__path", "relative"),
         ("staging__path", "/mnt/../etc"),
         ("staging__path", "/mnt/\n"),
-        ("store__url", "s3://"),
-        ("store__url", "s3://bucket/../other"),
-        ("store__url", "s3://bucket?x=1"),
-        ("store__url", "file://host/x"),
-        ("store__url", "file:///"),
-        ("store__url", "file://relative"),
-        ("store__url", "file:///x/%2e%2e/y"),
-        ("store__url", "file:///x%00"),
-        ("store__url", "s3://[bad"),
         ("store__endpoint", "minio:9000"),
         ("store__region", "us east"),
         ("sources__cloud", "hetzner"),
@@ -260,6 +251,35 @@ def test_an_invalid_value_is_one_problem(key: str, value: object) -> None:
 
 
 @pytest.mark.fault("S22")
+@pytest.mark.parametrize(
+    ("url", "rule"),
+    [
+        (3, "does not start with s3://, gs://, az:// or file:///"),
+        ("", "does not start with"),
+        ("ftp://x", "does not start with"),
+        ("/mnt/store", "does not start with"),
+        ("s3://[bad", "is not a URL"),
+        ("s3://", "lacks a bucket name of 3 to 222 lowercase letters"),
+        ("gs://My-bucket/x", "lacks a bucket name of 3 to 222 lowercase letters"),
+        ("s3:/bucket/x", "lacks a bucket name"),
+        ("s3://bucket/../other", "contains .."),
+        ("s3://bucket?x=1", "has a query or a fragment"),
+        ("az://account", "lacks an account and a container of lowercase letters"),
+        ("file://host/x", "lacks an absolute path"),
+        ("file:///", "lacks an absolute path"),
+        ("file://relative", "lacks an absolute path"),
+        ("file:///x/%2e%2e/y", "contains .."),
+        ("file:///x%00", "has a character that is not printable"),
+    ],
+)
+def test_an_invalid_url_of_a_store_names_the_rule_that_it_breaks(url: object, rule: str) -> None:
+    """The error has the key, the rule, the given value and the fix."""
+    for key in ("store.url", "mirror.url"):
+        (problem,) = problems_of(with_values(**{key.replace(".", "__"): url}))
+        assert problem.startswith(f"{key}: {rule}")
+        assert re.search(rf" \(got {re.escape(repr(url))}\); give ", problem)
+
+
 def test_a_credential_in_a_url_is_refused_and_not_repeated() -> None:
     """The error does not repeat the credential, so that it cannot reach a log."""
     for key in ("store__url", "store__endpoint"):
