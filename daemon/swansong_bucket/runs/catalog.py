@@ -350,11 +350,12 @@ class _Room:
                 self._changed.notify_all()
 
 
-def expect_run(store: ObjectStore, keys: RunKeys) -> None:
-    """Raise NothingToRestore if the store has no object of the run."""
-    if next(iter(store.list(f"{keys.run}/")), None) is None:
+def expect_run(keys: RunKeys, *stores: ObjectStore) -> None:
+    """Raise NothingToRestore if none of the stores has an object of the run."""
+    if not any(True for store in stores for _ in store.list(f"{keys.run}/")):
         raise NothingToRestore(
-            f"{store.url} has no run {keys.run}", hint="Check the name of the run, and store.url"
+            f"{' and '.join(store.url for store in stores)} has no run {keys.run}",
+            hint="Check the name of the run, and the URL of the store",
         )
 
 

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if is_assumed(args):
         subject = assumed(args)
     else:
-        with opened(args) as here:
+        with opened(args, may_be_new=True) as here:
             subject = measured(here, is_quiet=args.json)
             prices = with_list_prices(prices, here.config.store.url)
     found = advise(subject.job, subject.setup, subject.notices)

@@ -15,7 +15,7 @@ from typing import Any
 from swansong_bucket.errors import ConfigError
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.retention import locks
-from swansong_bucket.runs import signing
+from swansong_bucket.runs import catalog, signing
 from swansong_bucket.runs.signing import SigningKey
 from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.stores.opening import open_mirror, open_store
@@ -54,11 +54,15 @@ def opened_store(args: argparse.Namespace) -> tuple[Config, ObjectStore, RunKeys
 
 
 @contextmanager
-def opened(args: argparse.Namespace) -> Iterator[Opened]:
+def opened(args: argparse.Namespace, *, may_be_new: bool = False) -> Iterator[Opened]:
     """Read the configuration, open the store, and turn the first signal into ``stop``.
+
+    Args:
+        may_be_new: the command has an answer for a run that the store does not have.
 
     Raises:
         ConfigError: the configuration is not valid.
+        NothingToRestore: the store does not have the run: its name may be mistyped.
     """
     log.configure("console", "warning")
     config = load(args.config)
@@ -75,7 +79,7 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
     stop = threading.Event()
     before = stop_on_signals(stop)
     try:
-        yield Opened(
+        here = Opened(
             config=config,
             store=_retrying(store, key, budget_s, stop),
             keys=RunKeys(args.run or config.run.name),
@@ -83,6 +87,9 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
             connections=connections,
             signing_key=key,
         )
+        if not may_be_new:
+            catalog.expect_run(here.keys, here.store)
+        yield here
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

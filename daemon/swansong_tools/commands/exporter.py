@@ -12,8 +12,9 @@ from typing import Any
 
 from prometheus_client import generate_latest
 from swansong_bucket.config import values
-from swansong_bucket.errors import ConfigError, StoreError
-from swansong_bucket.runs import signing
+from swansong_bucket.errors import ConfigError, Stopped, StoreError
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.runs import catalog, signing
 from swansong_bucket.runs.run import READS
 from swansong_bucket.runs.signing import signed
 from swansong_bucket.stores.base import ObjectStore
@@ -123,8 +124,14 @@ def run(args: argparse.Namespace) -> int:
     registry = registry_of(ExporterCollector(readers, healths))
     if args.once:
         results = [reader.read() for reader in readers]
+        if stop.is_set():
+            raise Stopped("the exporter was stopped before all stores were read")
         sys.stdout.write(generate_latest(registry).decode())
-        return 0 if all(results) else StoreError.exit_code
+        if not all(results):
+            return StoreError.exit_code
+        for name in args.run:
+            catalog.expect_run(RunKeys(name), *(reader.store for reader in readers))
+        return 0
     for reader in readers:
         reader.start()
     Exposition(args.listen, registry, key="--listen", stop=stop).start()

@@ -38,7 +38,10 @@ def run(args: argparse.Namespace, destination: Path) -> int:
     restored: RestoreResult | None = None
     source = ""
     is_quiet = args.quiet or args.json
-    with opened(args) as here, ProgressDisplay("restore", is_quiet=is_quiet) as progress:
+    with (
+        opened(args, may_be_new=True) as here,
+        ProgressDisplay("restore", is_quiet=is_quiet) as progress,
+    ):
         run_name = here.keys.run
         if args.local and run_name == here.config.run.name:
             newest = newest_whole_commit(here.store, here.keys)

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with opened(args) as here:
+    with opened(args, may_be_new=True) as here:
         found = newest_whole(here.store, here.keys)
         newest = None if found is None else found.ref
         if found is not None and found.ref.is_final:

@@ -9,7 +9,6 @@ from typing import Any
 from rich.table import Table
 from swansong_bucket.format import wall
 from swansong_bucket.loss_records import PARTS
-from swansong_bucket.runs import catalog
 from swansong_bucket.runs.lives import lives_of
 from swansong_bucket.runs.run import Run
 
@@ -37,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with opened(args) as here:
-        catalog.expect_run(here.store, here.keys)
         listed = Run.listed(here.store, here.keys, stop=here.stop)
         with ProgressDisplay("reading resumptions", "resumptions", is_quiet=args.json) as progress:
             found = lives_of(listed, progress=progress)

@@ -72,7 +72,6 @@ def run(args: argparse.Namespace) -> int:
         rules = here.config.retention
         if args.best is not None:
             rules = replace(rules, best_metric=args.best, best_is_highest=args.highest)
-        catalog.expect_run(here.store, here.keys)
         pins = Pins(here.store, here.keys).now()
         rows = rows_of(here, args.newest, is_quiet=args.json)
         claims, _ = claim_ages(here.store, here.keys)

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.force and not args.promote:
         raise ConfigError(["--force has an effect only with --promote"])
-    with opened(args) as here:
+    with opened(args, may_be_new=args.promote) as here:
         mirror = mirror_of(here)
         return _promote(args, here, mirror) if args.promote else _copy_all(args, here, mirror)
 

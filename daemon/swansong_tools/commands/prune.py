@@ -11,7 +11,6 @@ from typing import Any
 from rich.table import Table
 from swansong_bucket.config.sections import RetentionConfig
 from swansong_bucket.retention.prune import PruneDecision, PruneReport, prune
-from swansong_bucket.runs import catalog
 from swansong_bucket.util.printable import printable
 
 from swansong_tools.commands.bucket_command import opened
@@ -56,7 +55,6 @@ def run(args: argparse.Namespace) -> int:
             deleting.detail = human_bytes(size_bytes)
             deleting(objects, total)
 
-        catalog.expect_run(here.store, here.keys)
         report = prune(
             here.store,
             here.keys,

@@ -38,7 +38,10 @@ def run(args: argparse.Namespace) -> int:
         StoreError: the mirror cannot be read.
     """
     began_mono_s = time.monotonic()
-    with opened(args) as here, _destination(args.to, here.config) as destination:
+    with (
+        opened(args, may_be_new=True) as here,
+        _destination(args.to, here.config) as destination,
+    ):
         mirror = mirror_of(here)
         with ProgressDisplay("restore", is_quiet=args.json) as progress:
             restored = restore(

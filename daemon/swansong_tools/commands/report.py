@@ -12,7 +12,7 @@ from typing import Any
 from swansong import openat
 from swansong_bucket.errors import ConfigError
 from swansong_bucket.format import wall
-from swansong_bucket.runs import catalog, history
+from swansong_bucket.runs import history
 from swansong_bucket.runs.history import RunHistory
 from swansong_bucket.runs.run import RecordedCommit, Run
 
@@ -57,7 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     prices = prices_of(args)
     with opened(args) as here:
-        catalog.expect_run(here.store, here.keys)
         found = history.read(
             Run.listed(here.store, here.keys, stop=here.stop),
             evacuations_max=args.evacuations,

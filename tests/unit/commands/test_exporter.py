@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,17 @@ def test_once_reports_a_store_that_is_not_read(
     assert f'swansong_exporter_store_up{{store="{one}"}} 1.0\n' in text
     assert f'swansong_exporter_store_up{{store="{gone}"}} 0.0\n' in text
     assert 'swansong_run_pins{run="a"' in text
+
+
+def test_once_that_is_stopped_prints_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the metrics would look like those of all runs."""
+    monkeypatch.setattr(exporter, "stop_on_signals", threading.Event.set)
+    assert once("--store", stored(tmp_path, "a")) == 9
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "stopped" in err
 
 
 def test_the_configuration_of_a_vm_is_enough(
