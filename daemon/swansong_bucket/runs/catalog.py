@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from heapq import nlargest
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
@@ -44,7 +45,7 @@ from swansong_bucket.format.manifest import BYTES_MAX as MANIFEST_BYTES_MAX
 from swansong_bucket.format.manifest import Manifest, decode
 from swansong_bucket.loss_records import History
 from swansong_bucket.model import CheckpointKind, CommitRef, Verdict
-from swansong_bucket.stores.base import ObjectInfo, ObjectStore
+from swansong_bucket.stores.base import ObjectInfo, ObjectStore, all_pages
 from swansong_bucket.util.threads import parallel
 
 LISTED_MAX = 200_000
@@ -352,7 +353,8 @@ class _Room:
 
 def expect_run(keys: RunKeys, *stores: ObjectStore) -> None:
     """Raise NothingToRestore if none of the stores has an object of the run."""
-    if not any(True for store in stores for _ in store.list(f"{keys.run}/")):
+    folder = f"{keys.run}/"  # its folders cost one request, for any number of objects
+    if not any(any(all_pages(f"list {folder}", partial(s.folders, folder))) for s in stores):
         raise NothingToRestore(
             f"{' and '.join(store.url for store in stores)} has no run {keys.run}",
             hint="Check the name of the run, and the URL of the store",
