@@ -43,7 +43,7 @@ from testkit.waiting import until
 YOUNG = ["younger than 24 h"]
 CUTS = ["daily of its start", "hourly", "daily", "weekly"]
 FILES = {"model.pt": os.urandom(50_000), "deep/rng.pt": b"seed"}
-SWANSONG = [sys.executable, "-m", "swansong_tools.commands.main"]
+SWANSONG = [sys.executable, "-m", "swansong_tools"]
 
 
 class Place:

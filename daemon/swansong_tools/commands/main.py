@@ -15,7 +15,6 @@ from swansong_bucket.errors import (
     EXIT_CODES,
     ConfigError,
     StagingError,
-    Stopped,
     SwansongError,
     Unreachable,
 )
@@ -121,15 +120,7 @@ def _module(command: str) -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     replace_closed()
-    try:
-        return _run(sys.argv[1:] if argv is None else argv)
-    except KeyboardInterrupt:
-        # Before the command handles signals, or in one that can lose nothing.
-        _note("stopped by SIGINT")
-        return Stopped.exit_code
-
-
-def _run(words: Sequence[str]) -> int:
+    words = sys.argv[1:] if argv is None else argv
     args = parser(words).parse_args(words)
     try:
         code: int = _module(args.command).run(args)
@@ -164,7 +155,3 @@ def _run(words: Sequence[str]) -> int:
 
 def _discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
+from swansong_bucket.errors import Stopped
+from swansong_tools import __main__
 from swansong_tools.commands import main, version
 
 
@@ -58,15 +62,20 @@ def test_each_command_has_one_line_of_help(capsys: pytest.CaptureFixture[str]) -
         assert re.fullmatch(r"[a-z].*[^.]", text)
 
 
-@pytest.mark.parametrize("place", ["add_arguments", "run"])
+@pytest.mark.parametrize("place", ["import", "add_arguments", "run"])
 def test_an_interrupt_at_any_point_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
 ) -> None:
-    """Ctrl-C while a command is loaded or runs gives exit code 9 and no traceback."""
+    """Ctrl-C while the program or a command is loaded or runs gives exit code 9 and no traceback."""
 
-    def interrupted(_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(version, place, interrupted)
-    assert main.main(["version"]) == 9
+    if place == "import":
+        monkeypatch.delitem(sys.modules, "swansong_tools.commands.main")
+        monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=interrupted)])
+    else:
+        monkeypatch.setattr(version, place, interrupted)
+    monkeypatch.setattr(sys, "argv", ["swansong", "version"])
+    assert __main__.main() == Stopped.exit_code
     assert capsys.readouterr() == ("", "swansong: stopped by SIGINT\n")
