@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import boto3
 import pytest
 from google.cloud import storage
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.stores.file.store import FileStore
+from swansong_bucket.transfer.target import RestoreTarget
 from swansong_tools.commands import export, main, plain_files
 from swansong_tools.commands.plain_files import PlainFiles
 
@@ -140,6 +143,58 @@ def test_an_interrupted_export_continues(
         assert place.written("rank-00000/model.bin") == before
 
 
+@pytest.mark.parametrize("place", ["s3", "gcs"], indirect=True)
+@pytest.mark.parametrize("read", [1, 2])
+def test_a_stop_ends_an_upload(
+    store: FileStore,
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    read: int,
+) -> None:
+    """Each file is whole or absent, and the next export continues.  The end of the file is not awaited."""
+    files = {"a": NOISE.randbytes(9 * 2**20), "b": b"2"}
+    commit(store, files, step=100, chunk_bytes=2**22)
+    reads = count(1)
+    real = plain_files._Source.read
+
+    def read_and_stop(self: plain_files._Source, size_bytes: int | None = -1) -> bytes:
+        if next(reads) == read:
+            self._stop.set()
+        return real(self, size_bytes)
+
+    monkeypatch.setattr(plain_files._Source, "read", read_and_stop)
+    assert exported(store, tmp_path, "--to", place.url) == 9
+    assert place.files().items() < files.items()
+    assert exported(store, tmp_path, "--to", place.url) == 0
+    assert place.files() == files
+
+
+def test_an_export_to_a_bucket_that_is_stopped_keeps_no_chunks(
+    store: FileStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Its scratch directory is deleted, so the error must not name it for the next restore."""
+    commit(store, FILES, step=100, chunk_bytes=4000)
+    monkeypatch.setattr(plain_files, "opened", lambda _: _Bucket(keeps=True, stored=bytes))
+    note = RestoreTarget.note
+    for to, is_kept in (("s3://b/", False), (str(tmp_path / "exported"), True)):
+        notes = count(1)
+
+        def note_and_stop(*words: Any, notes: Iterator[int] = notes, **options: Any) -> None:
+            note(*words, **options)
+            if next(notes) == 1:  # a second signal ends the process
+                signal.raise_signal(signal.SIGTERM)
+
+        monkeypatch.setattr(RestoreTarget, "note", note_and_stop)
+        if is_kept:
+            monkeypatch.setattr(plain_files, "opened", lambda _: None)
+        assert exported(store, tmp_path, "--to", to) == 9
+        assert ("The fetched chunks stay" in capfd.readouterr().err) == is_kept
+
+
 def test_a_damaged_commit_is_not_exported(store: FileStore, tmp_path: Path) -> None:
     """Nothing unverified is written, and no older commit in the place of the one that was named."""
     commit(store, FILES, step=100)
@@ -189,9 +244,9 @@ class _Bucket(PlainFiles):
         found = self.objects.get(path)
         return None if found is None else (len(found[0]), found[1])
 
-    def _upload(self, path: str, metadata: Mapping[str, str], source: Path) -> None:
+    def _upload(self, path: str, metadata: Mapping[str, str], file: BinaryIO) -> None:
         self.writes += 1
-        stored = self.stored(source.read_bytes())
+        stored = self.stored(file.read())
         if stored is not None:
             (identity,) = metadata.values()
             self.objects[path] = (stored, identity if self.keeps else None)

@@ -262,7 +262,7 @@ def test_two_concurrent_restores_do_not_share_chunks(
     assert tree(partial) == before
     resume.set()
     thread.join(30)
-    assert "restoring to" in str(outcome[0])
+    assert "writing to" in str(outcome[0])
     assert os.listdir(to.parent) == [to.name]
     assert tree(to) == NEW
 
@@ -314,7 +314,7 @@ def test_a_partial_restore_of_another_user_is_neither_used_nor_touched(
 
 @pytest.mark.fault("S24", "S3")
 @pytest.mark.parametrize(
-    ("link", "reason"), [(os.symlink, "restoring to"), (os.link, "not a file of an earlier")]
+    ("link", "reason"), [(os.symlink, "writing to"), (os.link, "not a file of an earlier")]
 )
 def test_a_link_in_a_partial_directory_is_not_followed(
     store: FileStore, tmp_path: Path, to: Path, link: Callable[[Path, Path], None], reason: str

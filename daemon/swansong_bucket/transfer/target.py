@@ -136,6 +136,7 @@ class RestoreTarget:
         access: permissions of the restored files.
         extends: the destination exists, and gets further files.
         spare_sets: further checkpoints that must have room beside the restored files.
+        is_scratch: the caller deletes the parent, so no restore can reuse the chunks.
 
     Raises:
         StagingError: on entry, unless ``destination`` is absent or an empty directory; from each method,
@@ -150,11 +151,13 @@ class RestoreTarget:
         access: Access | None = None,
         extends: bool = False,
         spare_sets: int = 0,
+        is_scratch: bool = False,
     ) -> None:
         self.destination = destination
         self._access = access or Access.by_umask()
         self._extends = extends
         self._spare_sets = spare_sets
+        self._is_scratch = is_scratch
         self._name = ""
         self._place = destination.name
         """The destination, relative to the directory that has the partial one."""
@@ -226,7 +229,8 @@ class RestoreTarget:
         is_retryable = not isinstance(error, SwansongError) or isinstance(
             error, StoreError | Stopped
         )
-        if error is None or not (is_retryable and self._has_chunks and self._is_locked):
+        keeps = self._has_chunks and self._is_locked and not self._is_scratch
+        if error is None or not (is_retryable and keeps):
             self._discard()
         elif isinstance(error, SwansongError):
             reuse = f"The fetched chunks stay: the next restore to {self.destination} reuses them"
@@ -492,8 +496,8 @@ class RestoreTarget:
             yield
         except OSError as error:
             raise StagingError(
-                f"restoring to {self.destination} failed: {error.strerror}",
-                hint="Restore to another directory",
+                f"writing to {self.destination} failed: {error.strerror}",
+                hint="Name another directory",
             ) from error
 
     @contextmanager

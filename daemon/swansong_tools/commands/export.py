@@ -150,7 +150,9 @@ class _Fetched:
     total_bytes: int
     done_bytes: int = 0
 
-    def to(self, directory: Path, shards: Sequence[StoredShard]) -> None:
+    def to(
+        self, directory: Path, shards: Sequence[StoredShard], *, is_scratch: bool = False
+    ) -> None:
         """Put these files into a directory, verified.  Each one appears whole; links are not followed."""
         before_bytes = self.done_bytes
 
@@ -159,7 +161,8 @@ class _Fetched:
 
         here = self.here
         options = ReadOptions(connections=here.connections, stop=here.stop, progress=moved)
-        with RestoreTarget(directory, extends=os.path.exists(directory)) as target:
+        is_there = os.path.exists(directory)
+        with RestoreTarget(directory, extends=is_there, is_scratch=is_scratch) as target:
             fetch(
                 here.store,
                 here.keys,
@@ -177,9 +180,9 @@ def _write(fetched: _Fetched, shards: Sequence[StoredShard], to: PlainFiles) -> 
     for batch in _batches(shards):
         with tempfile.TemporaryDirectory(prefix="swansong-export-", dir=SCRATCH) as scratch:
             copy = Path(os.path.realpath(scratch), "files")
-            fetched.to(copy, batch)
+            fetched.to(copy, batch, is_scratch=True)
             for shard in batch:
-                to.write(shard.path, shard, copy / shard.path)
+                to.write(shard.path, shard, copy / shard.path, stop=fetched.here.stop)
 
 
 def _batches(shards: Sequence[StoredShard]) -> Iterator[list[StoredShard]]:

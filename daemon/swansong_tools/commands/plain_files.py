@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import abc
 import hashlib
+import io
+import mimetypes
+import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from swansong_bucket.errors import ConfigError, StagingError, StoreError
+from swansong_bucket.errors import ConfigError, StagingError, Stopped, StoreError
 from swansong_bucket.model import StoredShard
 from swansong_bucket.stores.base import bucket_and_prefix
 from swansong_bucket.transfer.restore import bytes_of
@@ -68,6 +72,23 @@ def identity_of(shard: StoredShard) -> str:
     return hashlib.sha256(repr(bytes_of(shard)).encode()).hexdigest()
 
 
+class _Source(io.BufferedReader):
+    """A file that raises Stopped when it is read after ``stop``, which ends an upload of both SDKs."""
+
+    def __init__(self, path: Path, stop: threading.Event) -> None:
+        super().__init__(io.FileIO(path))
+        self._stop = stop
+
+    def read(self, size_bytes: int | None = -1, /) -> bytes:
+        self.expect_no_stop()
+        return super().read(size_bytes)
+
+    def expect_no_stop(self) -> None:
+        """Raise Stopped after ``stop``."""
+        if self._stop.is_set():
+            raise Stopped("stopped before all files were written")
+
+
 class PlainFiles(abc.ABC):
     """Files below a prefix of a bucket."""
 
@@ -82,16 +103,19 @@ class PlainFiles(abc.ABC):
         except StoreError:
             return False  # without the right to list, S3 refuses HEAD of an absent key
 
-    def write(self, path: str, shard: StoredShard, source: Path) -> None:
+    def write(self, path: str, shard: StoredShard, source: Path, *, stop: threading.Event) -> None:
         """Write a file, and replace another one of this name.
 
         Raises:
             StoreError: the bucket failed, or has other bytes afterwards.
+            Stopped: ``stop`` was set; the file is not there, or it is whole.
         """
-        try:
-            self._upload(path, {_IDENTITY: identity_of(shard)}, source)
-        except self._errors as error:
-            raise StoreError(f"writing {self._url}{path} failed: {error}") from error
+        with _Source(source, stop) as file:
+            try:
+                self._upload(path, {_IDENTITY: identity_of(shard)}, file)
+            except self._errors as error:
+                file.expect_no_stop()  # botocore wraps exceptions of the file
+                raise StoreError(f"writing {self._url}{path} failed: {error}") from error
         size_bytes, identity = self._stored(path)
         if size_bytes is None:
             raise StoreError(f"writing {self._url}{path} failed: it is not there afterwards")
@@ -115,7 +139,7 @@ class PlainFiles(abc.ABC):
         """The size and the identity of an object; None if it is absent."""
 
     @abc.abstractmethod
-    def _upload(self, path: str, metadata: Mapping[str, str], source: Path) -> None: ...
+    def _upload(self, path: str, metadata: Mapping[str, str], file: _Source) -> None: ...
 
 
 class _S3Files(PlainFiles):
@@ -141,9 +165,9 @@ class _S3Files(PlainFiles):
             raise
         return found["ContentLength"], found["Metadata"].get(_IDENTITY)
 
-    def _upload(self, path: str, metadata: Mapping[str, str], source: Path) -> None:
+    def _upload(self, path: str, metadata: Mapping[str, str], file: _Source) -> None:
         extra = {"Metadata": metadata}
-        self._client.upload_file(str(source), self._bucket, self._prefix + path, ExtraArgs=extra)
+        self._client.upload_fileobj(file, self._bucket, self._prefix + path, ExtraArgs=extra)
 
 
 class _GcsFiles(PlainFiles):
@@ -163,7 +187,8 @@ class _GcsFiles(PlainFiles):
         found = self._bucket.get_blob(self._prefix + path)
         return None if found is None else (found.size, (found.metadata or {}).get(_IDENTITY))
 
-    def _upload(self, path: str, metadata: Mapping[str, str], source: Path) -> None:
+    def _upload(self, path: str, metadata: Mapping[str, str], file: _Source) -> None:
         blob = self._bucket.blob(self._prefix + path)
         blob.metadata = metadata
-        blob.upload_from_filename(str(source), checksum="crc32c")
+        kind, size_bytes = mimetypes.guess_type(path)[0], os.fstat(file.fileno()).st_size
+        blob.upload_from_file(file, size=size_bytes, content_type=kind, checksum="crc32c")

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
             restored = restore(
                 mirror,
                 here.keys,
-                RestoreTarget(destination),
+                RestoreTarget(destination, is_scratch=args.to is None),
                 Selection(skipped=lambda ref, reason: note(f"skipped {ref}: {reason}")),
                 ReadOptions(connections=here.connections, progress=progress, stop=here.stop),
             )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from swansong import openat
-from swansong_bucket.errors import ConfigError
+from swansong_bucket.errors import StagingError
 from swansong_bucket.format import wall
 from swansong_bucket.runs import history
 from swansong_bucket.runs.history import RunHistory
@@ -92,10 +92,9 @@ def _write(path: Path, text: str) -> None:
             mode, data = 0o666 & ~mask, text.encode()
             openat.replace_file(path.name, data, dir_fd=directory_fd, mode=mode, durable=False)
     except OSError as error:
-        raise ConfigError(
-            [
-                f"--html: writing {path} failed: {error.strerror}; name a file in a directory that exists"
-            ]
+        raise StagingError(
+            f"--html: writing {path} failed: {error.strerror}",
+            hint="Name a file in a directory that exists, in which you may create files",
         ) from None
 
 

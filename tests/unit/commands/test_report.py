@@ -86,8 +86,8 @@ def test_a_page_that_cannot_be_written_is_an_error(
 ) -> None:
     """It names the file and the fix."""
     target = tmp_path / "missing" / "report.html"
-    assert main.main(["--config", config, "report", "--html", str(target)]) == 2
-    assert "name a file in a directory that exists" in capfd.readouterr().err
+    assert main.main(["--config", config, "report", "--html", str(target)]) == 15
+    assert "Name a file in a directory that exists" in capfd.readouterr().err
 
 
 def test_the_number_of_evacuations_is_an_option(

@@ -28,7 +28,7 @@ _TRANSIENT = {
 _HINTS = {
     errno.ENOSPC: "The file system of store.url is full: make room there",
     errno.EDQUOT: "The quota on the file system of store.url is used up",
-    errno.EACCES: "Give the daemon's user the right to write below store.url",
+    errno.EACCES: "Give the user of this process the right to read and write below store.url",
     errno.EPERM: "The file system of store.url must allow writing and hard links to the daemon's user",
     errno.EROFS: "The file system of store.url is mounted read-only",
     errno.EXDEV: "Everything below store.url must lie on one file system",
