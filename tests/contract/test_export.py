@@ -204,7 +204,9 @@ def test_a_damaged_commit_is_not_exported(store: FileStore, tmp_path: Path) -> N
     assert not (tmp_path / "exported").exists()
 
 
-@pytest.mark.parametrize("url", ["ftp://x/y", "s3://", "s3://bucket/\udcff"])
+@pytest.mark.parametrize(
+    "url", ["ftp://x/y", "s3://", "s3:/bucket", "s3://[x", "s3://bucket?x", "s3://bucket/\udcff"]
+)
 def test_the_url_is_checked(
     store: FileStore, tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str
 ) -> None:

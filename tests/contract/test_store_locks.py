@@ -7,17 +7,15 @@ import json
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
 from botocore.client import Config
 from swansong_bucket.config.sections import StoreConfig
-from swansong_bucket.errors import ConfigError, Locked, NotFound, Permanent, Transient
+from swansong_bucket.errors import Locked, NotFound, Permanent, Transient
 from swansong_bucket.retention import locks
 from swansong_bucket.stores.base import Body, ObjectInfo
-from swansong_bucket.stores.opening import open_store
 from swansong_bucket.stores.retention import DAY_S, Lock, LockMode, StoreClock, instant, stamp
 
 from testkit.store_backends import MIB, Cloud
@@ -269,10 +267,5 @@ def test_the_clock_is_that_of_the_store() -> None:
         StoreClock(lambda: None).now_unix_s()
 
 
-def test_a_directory_refuses_a_retention(tmp_path: Path) -> None:
-    """The error names the key: a store that locks nothing must not seem to."""
-    config = StoreConfig(url=tmp_path.as_uri(), lock_days=7)
-    with pytest.raises(ConfigError) as refused:
-        open_store(config, lock=locks.of(config))
-    assert refused.value.problems[0].startswith("store.lock_days: ")
-    assert locks.of(StoreConfig(url=tmp_path.as_uri())) is None
+def test_no_days_are_no_retention() -> None:
+    assert locks.of(StoreConfig(url="s3://bucket")) is None

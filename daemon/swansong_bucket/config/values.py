@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 import signal
 from collections.abc import Callable
@@ -355,6 +356,12 @@ def store_url(value: object) -> str:
     if not places.fullmatch(f"{host}{path}"):
         raise InvalidValue(problem, f"give {form}")
     return str(value)
+
+
+def directory_of(url: str | None) -> Path | None:
+    """The directory of a ``file://`` store; None for others."""
+    parts = urlsplit(url or "")
+    return Path(os.path.normpath(unquote(parts.path))) if parts.scheme == "file" else None
 
 
 def http_url(value: object) -> str:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import re
 import ssl
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ from functools import cached_property
 from typing import NamedTuple, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from swansong_bucket.errors import Changed, ConfigError, Locked, Permanent, StoreError, TooLarge
+from swansong_bucket.errors import Changed, Locked, Permanent, StoreError, TooLarge
 from swansong_bucket.stores.checksums import crc32c
 from swansong_bucket.util.threads import parallel
 
@@ -49,8 +48,6 @@ LISTED_MAX = 1_000_000
 _PAGES_MAX = 20_000
 _STORED_PAGES_MAX = 100_000
 _DELETE_THREADS = 8
-_AZURE_ACCOUNT = re.compile(r"[a-z0-9]{3,24}")
-_AZURE_CONTAINER = re.compile(r"(?=.{3,63}\Z)[a-z0-9]+(-[a-z0-9]+)*")
 
 Item = TypeVar("Item")
 Token = TypeVar("Token", bound=Hashable)
@@ -277,29 +274,16 @@ class ObjectStore(Protocol):
 
 
 def bucket_and_prefix(url: str) -> tuple[str, str]:
-    """Bucket and key prefix (empty, or with a ``/`` at its end) of ``scheme://bucket/prefix``.
-
-    Raises:
-        ConfigError: the URL names no bucket, or contains more than a bucket and a prefix.
-    """
+    """Bucket and key prefix (empty, or with a ``/`` at its end) of ``scheme://bucket/prefix``."""
     parts = urlsplit(url)
-    if not parts.netloc or "@" in parts.netloc or ":" in parts.netloc or parts.query:
-        raise ConfigError([f"store.url: must read {parts.scheme}://bucket/prefix"])
     prefix = parts.path.strip("/")
     return parts.netloc, f"{prefix}/" if prefix else ""
 
 
 def account_container_and_prefix(url: str) -> tuple[str, str, str]:
-    """Account, container and key prefix (empty, or with a ``/`` at its end) of an ``az://`` URL.
-
-    Raises:
-        ConfigError: the URL names no container, or contains more than these parts.
-    """
+    """Account, container and key prefix (empty, or with a ``/`` at its end) of an ``az://`` URL."""
     parts = urlsplit(url)
     container, _, rest = parts.path.removeprefix("/").partition("/")
-    is_whole = _AZURE_ACCOUNT.fullmatch(parts.netloc) and _AZURE_CONTAINER.fullmatch(container)
-    if not is_whole or parts.query:
-        raise ConfigError(["store.url: must read az://ACCOUNT/CONTAINER/PREFIX"])
     prefix = rest.strip("/")
     return parts.netloc, container, f"{prefix}/" if prefix else ""
 

@@ -7,8 +7,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from swansong_bucket.config.values import directory_of
 from swansong_bucket.errors import StagingError
-from swansongd.config.config import Config, directory_of, look_up
+from swansongd.config.config import Config, look_up
 
 from swansong_tools.commands.common import print_json
 from swansong_tools.units import human_bytes

@@ -12,6 +12,7 @@ import hashlib
 import io
 import mimetypes
 import os
+import re
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,19 +36,16 @@ def opened(url: str) -> PlainFiles | None:
         ConfigError: it is no bucket and no directory.
         StoreError: there are no credentials.
     """
-    scheme = urlsplit(url).scheme
-    if not scheme:
+    scheme, colon, place = url.partition(":")
+    if not colon or "/" in scheme:
         return None
     opens = {"s3": _S3Files, "gs": _GcsFiles}.get(scheme)
-    try:
-        bucket, prefix = bucket_and_prefix(url)
-    except ConfigError:
-        opens = None
-    if opens is None or not url.isprintable():
+    is_place = re.fullmatch(r"//[A-Za-z0-9._-]+(/[^?#]*)?", place) and url.isprintable()
+    if opens is None or not is_place:
         raise ConfigError(
             [f"--to: {url!r:.100} is not s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or a directory"]
         )
-    return opens(bucket, prefix)
+    return opens(*bucket_and_prefix(url))
 
 
 def expect_outside_of_stores(url: str, config: Config, run: str) -> None:

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from swansongd.config.config import Config, directory_of
+from swansong_bucket.config.values import directory_of
+from swansongd.config.config import Config
 from swansongd.sources.logind import LogindError, NoLogind, read_inhibit_delay_max_s
 
 from swansong_tools.doctor import fixes

@@ -13,6 +13,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Unpack
 
+from swansong_bucket.config.values import directory_of
 from swansong_bucket.errors import ConfigError, NotFound, Permanent, StoreError, SwansongError
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.retention import locks
@@ -28,7 +29,7 @@ from swansong_bucket.stores.opening import open_mirror, open_store
 from swansong_bucket.stores.s3.settings import S3Settings
 from swansong_bucket.stores.s3.store import S3Store
 from swansong_bucket.util.threads import parallel
-from swansongd.config.config import Config, directory_of
+from swansongd.config.config import Config
 from swansongd.config.notify import is_encrypted_or_local
 from swansongd.flush.claim_record import expect_recorded_store
 from swansongd.staging.scan import OWN_DIRECTORY

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from swansong_bucket.config.values import directory_of
 from swansong_bucket.errors import Forbidden, NotFound, StoreError, Transient
 from swansong_bucket.stores.azure import auth
 from swansong_bucket.stores.base import (
@@ -22,7 +23,7 @@ from swansong_bucket.stores.base import (
 )
 from swansong_bucket.stores.file import mount_points
 from swansong_bucket.stores.s3.access import CREDENTIALS_HINT, Unsupported
-from swansongd.config.config import Config, directory_of
+from swansongd.config.config import Config
 
 from swansong_tools.doctor import fixes, staging
 from swansong_tools.doctor.installation import DAEMON_USER

@@ -18,7 +18,6 @@ from dataclasses import MISSING, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, get_type_hints
-from urllib.parse import unquote, urlsplit
 
 from swansong.protocol import DEFAULT_SOCKET
 from swansong_bucket.config import values as read
@@ -28,7 +27,7 @@ from swansong_bucket.config.sections import (
     RetentionConfig,
     StoreConfig,
 )
-from swansong_bucket.config.values import InvalidValue, ListenAddress
+from swansong_bucket.config.values import InvalidValue, ListenAddress, directory_of
 from swansong_bucket.config.values import key as _key
 from swansong_bucket.errors import ConfigError
 
@@ -558,6 +557,10 @@ def _impossible(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
             "set both or neither"
         )
     urls = {name: str(values[name].get("url") or "") for name in ("store", "mirror")}
+    lock_days = values["store"].get("lock_days", 0)
+    if lock_days and urls["store"].startswith(("file:", "az:")):
+        remedy = "set it to 0; on Azure, an immutability policy of the container keeps all blobs"
+        problems.append(_problem("store.lock_days", "needs S3 or GCS", lock_days, remedy))
     problems += _directories(values["staging"].get("path"), urls)
     listen = values["metrics"].get("listen")
     if listen is not None and listen.path is not None and listen.path == trainer.get("socket"):
@@ -585,12 +588,6 @@ def _directories(staging: Path | None, urls: Mapping[str, str]) -> list[str]:
         for (other, first), (key, second) in itertools.combinations(real.items(), 2)
         if first.is_relative_to(second) or second.is_relative_to(first)
     ]
-
-
-def directory_of(url: str | None) -> Path | None:
-    """The directory of a ``file://`` store; None for others."""
-    parts = urlsplit(url or "")
-    return Path(os.path.normpath(unquote(parts.path))) if parts.scheme == "file" else None
 
 
 def look_up(path: Path) -> tuple[Path, bool]:

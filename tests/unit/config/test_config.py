@@ -325,6 +325,11 @@ HOOKLESS = {"trainer__signal": "SIGUSR1", "trainer__pid_file": "/run/train.pid"}
             {"store__url": "file:///mnt/a%62", "mirror__url": "file:///mnt/ab/mirror"},
             "mirror.url: overlaps store.url (got 'file:///mnt/ab/mirror'); choose",
         ),
+        # A store that locks nothing must not seem to.
+        *(
+            ({"store__url": url, "store__lock_days": 7}, "store.lock_days: needs S3 or GCS (got 7)")
+            for url in ("file:///mnt/store", "az://acct/box")
+        ),
         # Without pid_file and unit there is no process to signal; with both the process is ambiguous.
         ({"trainer__signal": "SIGUSR1"}, "trainer.signal: needs exactly one process"),
         (HOOKLESS | {"trainer__unit": "x.service"}, "trainer.signal: needs exactly one process"),

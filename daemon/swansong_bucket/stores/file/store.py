@@ -20,13 +20,12 @@ import uuid
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import islice
-from urllib.parse import unquote, urlsplit
 
 from swansong.openat import FILE, held, open_directory
 
+from swansong_bucket.config.values import directory_of
 from swansong_bucket.errors import (
     Changed,
-    ConfigError,
     Exists,
     NotFound,
     Permanent,
@@ -68,16 +67,12 @@ class FileStore(ObjectStore):
     """The object store in a directory.
 
     Args:
-        url: ``file:///absolute/path``, percent-decoded.
+        url: ``file:///absolute/path``, percent-encoded.
     """
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        path = os.path.normpath(unquote(parts.path))
-        if parts.netloc not in ("", "localhost") or not os.path.isabs(path) or path == "/":
-            raise ConfigError(["store.url: must read file:///absolute/path"])
         self.url = url
-        self._tree = Tree(path)
+        self._tree = Tree(str(directory_of(url)))
         self._clock: tuple[float, float] | None = None
         """An instant on this VM's monotonic clock, and on the file server's clock."""
         self._has_swept = False
