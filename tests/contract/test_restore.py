@@ -104,8 +104,21 @@ def test_one_step_can_be_selected(store: FileStore, tmp_path: Path) -> None:
 def test_a_run_with_other_commits_is_not_called_empty(store: FileStore, to: Path) -> None:
     """No commit has the generation: the error names one that the run has, and is not of a fresh run."""
     with pytest.raises(NothingToRestore, match="is another one") as caught:
-        restore(store, KEYS, RestoreTarget(to), Selection(wanted=lambda ref, _: ref.generation > 8))
+        restore(store, KEYS, RestoreTarget(to), Selection(accepts=lambda ref: ref.generation > 8))
     assert not caught.value.is_fresh
+
+
+def test_only_manifests_of_accepted_commits_are_read(to: Path) -> None:
+    """A run may have thousands of other commits, and their damage is no reason to report."""
+    store = MemoryStore()
+    store.put(KEYS.generation(1), b"{}")
+    commit(store, OLD, step=100)
+    store.put(KEYS.commit(CommitRef(1, 200), 0, 1), b"{}")
+    read: list[str] = []
+    store.before = lambda what, key: read.append(key) if what.startswith("get") else None
+    got = restore(store, KEYS, RestoreTarget(to), Selection(accepts=lambda ref: ref == OLD_REF))
+    assert (got.ref, got.skipped) == (OLD_REF, ())
+    assert [key for key in read if key.startswith(KEYS.commits)] == [KEYS.commit(OLD_REF, 0, 1)]
 
 
 def test_runs_do_not_mix(store: FileStore, to: Path) -> None:
@@ -346,9 +359,7 @@ def test_the_error_does_not_grow_with_the_number_of_damaged_commits(
     for step in range(300, 320):
         store.put(KEYS.commit(CommitRef(1, step), 0, 1), b"{}")
     with pytest.raises(NothingToRestore, match=r"and 10 more$"):
-        restore(
-            store, KEYS, RestoreTarget(to), Selection(step=None, wanted=lambda _ref, _health: False)
-        )
+        restore(store, KEYS, RestoreTarget(to), Selection(is_healthy=True))
 
 
 # ---------------------------------------------------------------- failing stores

@@ -13,12 +13,13 @@ are errors: an older commit would not help.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 from swansong.layout import is_rank_manifest, rank_of_directory
@@ -40,19 +41,13 @@ _REASONS_MAX = 10
 
 _log = structlog.get_logger(__name__)
 
+Result = TypeVar("Result")
+
 Skipped = Callable[[CommitRef, str], None]
 """Takes a commit that was skipped, and the reason."""
 
-Wanted = Callable[[CommitRef, Mapping[str, float]], bool]
-"""Whether a commit with this health is acceptable."""
-
 Chosen = Callable[[CommitRef, Sequence[StoredShard]], None]
 """Takes a commit that is about to be fetched, and its shards."""
-
-
-def healthy(_ref: CommitRef, health: Mapping[str, float]) -> bool:
-    """A :data:`Wanted`: only commits that are known to be healthy."""
-    return is_healthy(health) is True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +57,8 @@ class Selection:
     Args:
         step: only commits of this step.
         near: a generation near that of the commit; 0 if it is unknown.
-        wanted: only commits that it accepts; the others are passed over silently.
+        accepts: only commits that it accepts; the others cost no request.
+        is_healthy: only commits that are known to be healthy.
         skipped: called for each damaged commit.
         files: only shards that it accepts are fetched.
         ranks: only the manifests with the files of these ranks are read, if they are found; empty: all.
@@ -71,7 +67,8 @@ class Selection:
 
     step: int | None = None
     near: int = 0
-    wanted: Wanted | None = None
+    accepts: Callable[[CommitRef], bool] = lambda _ref: True
+    is_healthy: bool = False
     skipped: Skipped | None = None
     files: Callable[[StoredShard], bool] | None = None
     ranks: frozenset[int] = frozenset()
@@ -129,17 +126,13 @@ def restore(
         Stopped: ``options.stop`` was set.
     """
     skipped: list[tuple[CommitRef, str]] = []
-    passed: list[CommitRef] = []
-    """Whole commits that are not wanted."""
-    is_fresh = selection.step is None
 
     def restored(commit: Commit) -> RestoreResult | None:
-        """None if the commit is not wanted."""
+        """None if the commit is not known to be healthy, and must be."""
         if target.leaves_room and not selection.ranks and commit.nodes > catalog.MANIFEST_READS:
             _expect_capacity(store, keys, commit, target)
         manifests, from_mirror = manifests_of(store, keys, commit, mirror, selection.ranks)
-        if selection.wanted is not None and not selection.wanted(commit.ref, health_of(manifests)):
-            passed.append(commit.ref)
+        if selection.is_healthy and not is_healthy(health_of(manifests)):
             return None
         shards = merged(manifests)
         wanted = [shard for shard in shards if selection.files is None or selection.files(shard)]
@@ -168,22 +161,7 @@ def restore(
         )
 
     with target:
-        for commit in catalog.newest_commits(store, keys, near=selection.near):
-            if selection.step not in (None, commit.ref.step):
-                continue
-            is_fresh = is_fresh and not commit.is_complete
-            try:
-                result = restored(commit)
-            except CorruptError as error:
-                skipped.append((commit.ref, error.line()))
-                if selection.skipped is not None:
-                    selection.skipped(*skipped[-1])
-                continue
-            if result is not None:
-                return result
-    if is_fresh:
-        catalog.expect_fresh(store, keys)
-    raise nothing_found(keys, selection.step, skipped, passed=passed, is_fresh=is_fresh)
+        return newest_usable(store, keys, selection, restored, skipped)
 
 
 def _expect_capacity(
@@ -294,6 +272,43 @@ def _manifests_of_mirror(
 
 
 # ---------------------------------------------------------------- commits
+
+
+def newest_usable(
+    store: ObjectStore,
+    keys: RunKeys,
+    selection: Selection,
+    use: Callable[[Commit], Result | None],
+    skipped: list[tuple[CommitRef, str]],
+) -> Result:
+    """The result of ``use`` for the newest commit of the selection that gives one.
+
+    Args:
+        use: raises CorruptError for a damaged commit, and returns None for one that is not wanted.
+        skipped: takes the damaged commits, with the reasons.
+
+    Raises:
+        NothingToRestore, CorruptError, StoreError: as :func:`restore`.
+    """
+    passed: list[CommitRef] = []
+    is_fresh = selection.step is None
+    for commit in catalog.newest_commits(store, keys, near=selection.near):
+        if selection.step not in (None, commit.ref.step):
+            continue
+        is_fresh = is_fresh and not commit.is_complete
+        try:
+            result = use(commit) if selection.accepts(commit.ref) else None
+        except CorruptError as error:
+            skipped.append((commit.ref, error.line()))
+            if selection.skipped is not None:
+                selection.skipped(*skipped[-1])
+            continue
+        if result is not None:
+            return result
+        passed.append(commit.ref)
+    if is_fresh:
+        catalog.expect_fresh(store, keys)
+    raise nothing_found(keys, selection.step, skipped, passed=passed, is_fresh=is_fresh)
 
 
 def nothing_found(

@@ -36,6 +36,11 @@ def add_generation(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("--generation", type=generation, metavar="G", help=text)
 
 
+def of_generation(wanted: int | None) -> Callable[[CommitRef], bool]:
+    """The test for commits of ``--generation``; without the option all commits pass."""
+    return lambda ref: wanted in (None, ref.generation)
+
+
 def add_flag(parser: argparse._ActionsContainer, name: str, text: str) -> None:
     """Add an option without a value."""
     parser.add_argument(name, action="store_true", help=text)

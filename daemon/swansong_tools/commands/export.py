@@ -17,10 +17,17 @@ from pathlib import Path
 from swansong_bucket.errors import CorruptError
 from swansong_bucket.format.manifest import Manifest
 from swansong_bucket.model import CommitRef, StoredShard
-from swansong_bucket.runs import catalog
+from swansong_bucket.runs.catalog import Commit
 from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.transfer.reader import ReadOptions
-from swansong_bucket.transfer.restore import fetch, manifests_of, merged, nothing_found
+from swansong_bucket.transfer.restore import (
+    Selection,
+    fetch,
+    manifests_of,
+    merged,
+    newest_usable,
+    nothing_found,
+)
 from swansong_bucket.transfer.target import RestoreTarget
 
 from swansong_tools.commands import plain_files
@@ -30,6 +37,7 @@ from swansong_tools.commands.common import (
     add_output,
     add_run,
     note,
+    of_generation,
     place,
     print_json,
     step,
@@ -122,20 +130,12 @@ def _chosen(
     Raises:
         NothingToRestore: there is none.
     """
-    skipped: list[tuple[CommitRef, str]] = []
-    passed: list[CommitRef] = []
-    for commit in catalog.newest_commits(here.store, here.keys):
-        ref = commit.ref
-        if wanted_step not in (None, ref.step):
-            continue
-        if wanted_generation not in (None, ref.generation):
-            passed.append(ref)
-            continue
-        try:
-            return ref, manifests_of(here.store, here.keys, commit, mirror)[0]
-        except CorruptError as error:
-            skipped.append((ref, error.line()))
-    raise nothing_found(here.keys, wanted_step, skipped, passed=passed)
+    selection = Selection(step=wanted_step, accepts=of_generation(wanted_generation))
+
+    def read(commit: Commit) -> tuple[CommitRef, tuple[Manifest, ...]]:
+        return commit.ref, manifests_of(here.store, here.keys, commit, mirror)[0]
+
+    return newest_usable(here.store, here.keys, selection, read, [])
 
 
 @dataclass(slots=True)

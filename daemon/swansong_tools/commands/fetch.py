@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from swansong_bucket.errors import NothingToRestore, Transient
 from swansong_bucket.model import CommitRef
 from swansong_bucket.runs.commit import newest_whole_commit
 from swansong_bucket.transfer.reader import ReadOptions
-from swansong_bucket.transfer.restore import RestoreResult, Selection, Wanted, healthy, restore
+from swansong_bucket.transfer.restore import RestoreResult, Selection, restore
 from swansong_bucket.transfer.target import RestoreTarget
 
 from swansong_tools.commands import local_sets
 from swansong_tools.commands.bucket_command import opened, perhaps_mirror
-from swansong_tools.commands.common import note, place, print_json
+from swansong_tools.commands.common import note, of_generation, place, print_json
 from swansong_tools.commands.destination import link, report_fresh
 from swansong_tools.commands.progress import ProgressDisplay
 from swansong_tools.units import human_bytes
@@ -58,7 +57,12 @@ def run(args: argparse.Namespace, destination: Path) -> int:
                 }
                 link(destination, local.path, facts, as_json=args.json)
                 return 0
-        selection = Selection(step=args.step, wanted=_wanted(args), skipped=on_skipped)
+        selection = Selection(
+            step=args.step,
+            accepts=of_generation(args.generation),
+            is_healthy=args.healthy,
+            skipped=on_skipped,
+        )
         options = ReadOptions(
             connections=here.connections,
             progress=progress,
@@ -126,13 +130,3 @@ def _report(
         f"{human_bytes(size_bytes)}{reused if restored.reused_bytes else ''} "
         f"in {seconds:.1f} s, {fetched_bytes / seconds / 1e6:.0f} MB/s"
     )
-
-
-def _wanted(args: argparse.Namespace) -> Wanted | None:
-    if args.generation is None:
-        return healthy if args.healthy else None
-
-    def wanted(ref: CommitRef, health: Mapping[str, float]) -> bool:
-        return ref.generation == args.generation and (not args.healthy or healthy(ref, health))
-
-    return wanted

@@ -7,15 +7,16 @@ import argparse
 from contextlib import suppress
 
 from swansong import bounds
-from swansong_bucket.errors import ConfigError, CorruptError, Exists, NothingToRestore, StoreError
+from swansong_bucket.errors import ConfigError, Exists, NothingToRestore, StoreError
 from swansong_bucket.format.keys import is_pin_name
 from swansong_bucket.format.wall import utc_now
-from swansong_bucket.runs import catalog, pins
+from swansong_bucket.runs import pins
 from swansong_bucket.runs.catalog import Commit
 from swansong_bucket.runs.pins import Pin
+from swansong_bucket.transfer.restore import Selection, newest_usable, whole
 
 from swansong_tools.commands.bucket_command import Opened, opened
-from swansong_tools.commands.common import add_generation, add_run, step
+from swansong_tools.commands.common import add_generation, add_run, note, of_generation, step
 
 NOTES = "See docs/operations/retention.md."
 EXAMPLES = {
@@ -79,24 +80,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _commit(here: Opened, wanted_step: int, wanted_generation: int | None) -> Commit:
-    commits = [
-        found
-        for found in catalog.list_commits(here.store, here.keys)
-        if found.ref.step == wanted_step and wanted_generation in (None, found.ref.generation)
-    ]
-    place = f"step {wanted_step}" + (
-        "" if wanted_generation is None else f" of generation {wanted_generation}"
+    """The commit that ``swansong restore`` takes for this step and generation."""
+
+    def read(commit: Commit) -> Commit:
+        whole(here.store, here.keys, commit)
+        return commit
+
+    selection = Selection(
+        step=wanted_step,
+        accepts=of_generation(wanted_generation),
+        skipped=lambda ref, reason: note(f"skipped {ref}: {reason}"),
     )
-    for found in commits:
-        if found.is_complete:
-            catalog.load(here.store, here.keys, found)  # a damaged commit is not worth a pin
-            return found
-    if commits:
-        have, nodes = len(commits[0].manifest_keys), commits[0].nodes
-        raise CorruptError(f"{commits[0].ref} is not whole: {have} of {nodes} nodes committed it")
-    raise NothingToRestore(
-        f"run {here.keys.run} has no commit of {place}", hint="List the commits: swansong ls"
-    )
+    return newest_usable(here.store, here.keys, selection, read, [])
 
 
 def _is_there(here: Opened, found: Commit) -> bool:

@@ -32,11 +32,11 @@ from swansong_bucket.errors import (
     Transient,
     UnreadableError,
 )
-from swansong_bucket.model import CommitRef, Health, Staged
+from swansong_bucket.model import CommitRef, Health, Staged, is_healthy
 from swansong_bucket.runs import catalog, commit
 from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.stores.wrappers.retry import Retrying
-from swansong_bucket.transfer.restore import health_of, healthy, whole
+from swansong_bucket.transfer.restore import health_of, whole
 from swansong_bucket.util.threads import lasting_thread
 
 from swansongd.core import resume
@@ -387,7 +387,7 @@ class Resume:
                 continue
             except CorruptError:
                 continue
-            if healthy(found.ref, health_of(manifests)):
+            if is_healthy(health_of(manifests)):
                 return found.ref
         if unread is not None:
             raise unread

@@ -58,12 +58,10 @@ class Wish:
 
     def selection(self) -> Selection:
         """The commits that the restore considers."""
-        is_any = self.choice is Choice.NEWEST or self.ref is None
         return Selection(
-            # Only the manifests of that step are read: there may be thousands of commits.
-            step=None if is_any or self.ref is None else self.ref.step,
+            step=None if self.choice is Choice.NEWEST or self.ref is None else self.ref.step,
             near=0 if self.ref is None else self.ref.generation,
-            wanted=None if is_any and self.before is None else lambda ref, _: self.accepts(ref),
+            accepts=self.accepts,
         )
 
 
