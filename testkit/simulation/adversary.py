@@ -35,9 +35,9 @@ from blake3 import blake3
 from swansong import bounds, layout, protocol
 from swansong_bucket.config.sections import RetentionConfig
 from swansong_bucket.errors import SwansongError
-from swansong_bucket.format.keys import SIGNED, RunKeys
+from swansong_bucket.format.keys import SIGNED, ManifestPlace, RunKeys
 from swansong_bucket.format.manifest import Manifest, decode
-from swansong_bucket.mirror.copier import Copier, ManifestPlace
+from swansong_bucket.mirror.copier import Copier
 from swansong_bucket.model import CommitRef
 from swansong_bucket.retention.prune import prune
 from swansong_bucket.runs.signing import signed

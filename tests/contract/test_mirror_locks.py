@@ -8,8 +8,8 @@ import uuid
 from collections.abc import Callable
 
 import pytest
-from swansong_bucket.format.keys import RunKeys
-from swansong_bucket.mirror.copier import Copier, ManifestPlace
+from swansong_bucket.format.keys import ManifestPlace, RunKeys
+from swansong_bucket.mirror.copier import Copier
 from swansong_bucket.runs import catalog
 from swansong_bucket.stores.retention import DAY_S, Lock
 

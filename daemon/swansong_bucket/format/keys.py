@@ -30,8 +30,8 @@ UNSIGNED = "#unsigned"
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class CommitKey:
-    """The parsed key of a manifest."""
+class ManifestPlace:
+    """The commit and the node of a manifest, which its key names."""
 
     ref: CommitRef
     node: int
@@ -158,7 +158,7 @@ class RunKeys:
         match = _FAREWELL.fullmatch(key.removeprefix(self.farewells))
         return int(match[1]) if match and key.startswith(self.farewells) else None
 
-    def parse_commit(self, key: str) -> CommitKey | None:
+    def parse_commit(self, key: str) -> ManifestPlace | None:
         match = _COMMIT.fullmatch(key.removeprefix(self.commits))
         if not match or not key.startswith(self.commits):
             return None
@@ -166,7 +166,7 @@ class RunKeys:
         if node >= nodes:
             return None
         ref = CommitRef(generation, step, is_final=match[3] is not None)
-        return CommitKey(ref=ref, node=node, nodes=nodes)
+        return ManifestPlace(ref=ref, node=node, nodes=nodes)
 
     def parse_suspect(self, key: str) -> int | None:
         """The node of a suspect share."""

@@ -19,11 +19,8 @@ from swansong_bucket.errors import (
     Exists,
     NotFound,
     Stopped,
-    SwansongError,
-    TooLarge,
 )
-from swansong_bucket.format import manifest as manifests
-from swansong_bucket.format.keys import CommitKey, RunKeys
+from swansong_bucket.format.keys import ManifestPlace, RunKeys
 from swansong_bucket.format.manifest import Manifest
 from swansong_bucket.mirror.fence import PromotedError, foreign_claim
 from swansong_bucket.model import Chunk
@@ -37,14 +34,6 @@ VERIFIED_MAX = 200_000
 """Verified chunks that are remembered, besides those of the manifest that is being copied."""
 RECORD_BYTES_MAX = 2**20
 """Larger farewells, resumptions and pins are not copied: no writer makes them."""
-
-
-class Gone(SwansongError):
-    """The store no longer has the manifest: retention or an operator deleted the commit."""
-
-
-ManifestPlace = CommitKey
-"""The unit of a copy is a manifest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +125,7 @@ class Copier:
         """Copy a manifest, after the claims and the chunks that it names.
 
         Raises:
-            Gone: the primary store has no such manifest any more.
+            MissingError: the primary store has no such manifest any more.
         """
         key = self._keys.commit(place.ref, place.node, place.nodes)
         data, manifest = self._read_manifest(place)
@@ -153,7 +142,7 @@ class Copier:
             # Retention of the mirror may have deleted a chunk that only older commits named so far.
             self._originals.each(self._absent(manifest.chunks), self._send)
         except CorruptError:
-            self._read_manifest(place)  # raises Gone if retention deletes this commit now
+            self._read_manifest(place)  # raises MissingError if retention deletes this commit now
             raise
         self.check_fence()  # the data may have taken hours
         mark_suspect(self._mirror, self._keys, manifest)
@@ -223,17 +212,8 @@ class Copier:
 
     def _read_manifest(self, place: ManifestPlace) -> tuple[bytes, Manifest]:
         key = self._keys.commit(place.ref, place.node, place.nodes)
-        try:
-            data = self._primary.get(key)
-        except NotFound:
-            raise Gone(f"{place.ref} was deleted") from None
-        except TooLarge as error:
-            raise CorruptError(f"the manifest of {place.ref} is too large: {error}") from None
-        manifest = manifests.decode(data)
-        named = ManifestPlace(manifest.ref, manifest.node, manifest.nodes)
-        if (manifest.run, named) != (self._keys.run, place):
-            raise CorruptError(f"{key} contains the manifest of {manifest.ref}")
-        return data, manifest
+        data = catalog.content(self._primary, key, f"the manifest of {place.ref}")
+        return data, catalog.decoded(self._keys, place, data)
 
     def _put(self, key: str, data: bytes | None = None) -> bool:
         """Create an object of the mirror; False if it has other bytes."""

@@ -40,7 +40,7 @@ from swansong_bucket.format import farewell as farewells
 from swansong_bucket.format import wall
 from swansong_bucket.format.claim import ClaimObject
 from swansong_bucket.format.farewell import RecordedEvacuation
-from swansong_bucket.format.keys import SIGNED, UNSIGNED, CommitKey, RunKeys
+from swansong_bucket.format.keys import SIGNED, UNSIGNED, ManifestPlace, RunKeys
 from swansong_bucket.format.manifest import BYTES_MAX as MANIFEST_BYTES_MAX
 from swansong_bucket.format.manifest import Manifest, decode
 from swansong_bucket.loss_records import History
@@ -115,6 +115,10 @@ class Commit:
         """Two jobs of different size can commit one step."""
         return self.ref, self.nodes
 
+    def place(self, node: int) -> ManifestPlace:
+        """The place of the manifest of a node."""
+        return ManifestPlace(self.ref, node, self.nodes)
+
     @property
     def manifest_keys(self) -> dict[int, str]:
         return {node: info.key for node, info in self.manifests.items()}
@@ -165,7 +169,7 @@ def list_commits(
     return grouped((info, parsed) for info, parsed in listed if parsed.ref.generation >= since)
 
 
-def grouped(manifests: Iterable[tuple[ObjectInfo, CommitKey]]) -> list[Commit]:
+def grouped(manifests: Iterable[tuple[ObjectInfo, ManifestPlace]]) -> list[Commit]:
     """The commits of these manifests, newest first."""
     by_commit: defaultdict[tuple[CommitRef, int], dict[int, ObjectInfo]] = defaultdict(dict)
     for info, parsed in manifests:
@@ -225,7 +229,7 @@ def each_manifest(store: ObjectStore, keys: RunKeys, commit: Commit) -> Iterator
     began_s = time.thread_time()
     for nodes in _batches(commit):
         for node, data in _bytes_of(store, keys, commit, nodes).items():
-            yield _decoded(keys, commit, node, data)
+            yield decoded(keys, commit.place(node), data)
             if time.thread_time() - began_s > EXAMINE_CPU_S:
                 raise CorruptError(
                     f"its manifests cost more than {EXAMINE_CPU_S:g} s of processor time"
@@ -265,7 +269,7 @@ def load_node(store: ObjectStore, keys: RunKeys, commit: Commit, node: int) -> M
     Raises:
         CorruptError, StoreError: as for :func:`load`.
     """
-    return _decoded(keys, commit, node, _read(store, keys, commit, node))
+    return decoded(keys, commit.place(node), _read(store, keys, commit, node))
 
 
 def _read(store: ObjectStore, keys: RunKeys, commit: Commit, node: int) -> bytes:
@@ -276,13 +280,18 @@ def _read(store: ObjectStore, keys: RunKeys, commit: Commit, node: int) -> bytes
         raise refused(store, keys, commit.ref.generation, what, error) from error
 
 
-def _decoded(keys: RunKeys, commit: Commit, node: int, data: bytes) -> Manifest:
+def decoded(keys: RunKeys, place: ManifestPlace, data: bytes) -> Manifest:
+    """The manifest with these bytes.
+
+    Raises:
+        CorruptError: it is damaged, or belongs to another place or run.
+    """
     with _decoding:
         manifest = decode(data)
-    place = (manifest.run, manifest.ref, manifest.node, manifest.nodes)
-    if place != (keys.run, commit.ref, node, commit.nodes):
+    own = ManifestPlace(manifest.ref, manifest.node, manifest.nodes)
+    if (manifest.run, own) != (keys.run, place):
         raise CorruptError(
-            f"the manifest of node {node} is that of run {manifest.run!r:.100} {manifest.ref} "
+            f"the manifest of node {place.node} is that of run {manifest.run!r:.100} {manifest.ref} "
             f"node {manifest.node} of {manifest.nodes}"
         )
     return manifest

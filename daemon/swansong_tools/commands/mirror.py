@@ -7,8 +7,8 @@ import argparse
 import platform
 from dataclasses import dataclass, field
 
-from swansong_bucket.errors import ConfigError, CorruptError, StoreError
-from swansong_bucket.mirror.copier import Copier, Gone, ManifestPlace
+from swansong_bucket.errors import ConfigError, CorruptError, MissingError, StoreError
+from swansong_bucket.mirror.copier import Copier
 from swansong_bucket.mirror.fence import promote
 from swansong_bucket.model import CommitRef
 from swansong_bucket.runs.catalog import Commit
@@ -90,7 +90,7 @@ def _copy_all(args: argparse.Namespace, here: Opened, mirror: ObjectStore) -> in
             progress.detail = f"commit {place} of {len(whole)}"
             try:
                 size_bytes = _one(copier, commit, progress, is_dry=args.dry_run)
-            except Gone:
+            except MissingError:
                 continue
             except CorruptError as error:
                 totals.failed.append({**_place(commit.ref), "reason": error.line()})
@@ -110,7 +110,7 @@ def _one(copier: Copier, commit: Commit, progress: ProgressDisplay, *, is_dry: b
     """Copy a commit, or count its bytes; returns the bytes."""
     size_bytes = 0
     for node in sorted(commit.manifest_keys):
-        place = ManifestPlace(commit.ref, node, commit.nodes)
+        place = commit.place(node)
         if is_dry:
             size_bytes += sum(chunk.size_bytes for chunk in copier.absent_of(place))
         else:

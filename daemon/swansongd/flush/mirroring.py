@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from heapq import nsmallest
 
 import structlog
-from swansong_bucket.errors import CorruptError, Stopped, SwansongError
+from swansong_bucket.errors import CorruptError, MissingError, Stopped, SwansongError
 from swansong_bucket.format import wall
-from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.format.keys import ManifestPlace, RunKeys
 from swansong_bucket.format.manifest import Manifest
-from swansong_bucket.mirror.copier import Copier, Gone, ManifestPlace
+from swansong_bucket.mirror.copier import Copier
 from swansong_bucket.mirror.fence import PromotedError
 from swansong_bucket.model import CommitRef
 from swansong_bucket.runs import catalog
@@ -248,7 +248,7 @@ class Mirroring:
             self._newest = newest
             for commit in found:
                 for node in commit.manifest_keys:
-                    place = ManifestPlace(commit.ref, node, commit.nodes)
+                    place = commit.place(node)
                     if place not in self._waiting:
                         self._add(place, _Waiting(since_mono_s))
 
@@ -279,7 +279,7 @@ class Mirroring:
         self._current = place
         try:
             result = self._copier.copy(place, self._planned)
-        except Gone as error:
+        except MissingError as error:
             _log.info("mirror_commit_gone", reason=str(error))
             self._drop(place)
             return

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from swansong.bounds import BoundsError
-from swansong_bucket.format.keys import CommitKey, RunKeys
+from swansong_bucket.format.keys import ManifestPlace, RunKeys
 from swansong_bucket.model import Chunk, CommitRef
 
 KEYS = RunKeys("my-run")
@@ -26,7 +26,7 @@ def test_formatting_and_parsing_are_inverse(
     node = data.draw(st.integers(0, nodes - 1))
     ref = CommitRef(generation, step, is_final=data.draw(st.booleans()))
     parsed = KEYS.parse_commit(KEYS.commit(ref, node, nodes))
-    assert parsed == CommitKey(ref=ref, node=node, nodes=nodes)
+    assert parsed == ManifestPlace(ref=ref, node=node, nodes=nodes)
     assert KEYS.parse_generation(KEYS.generation(generation)) == generation
 
 

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 from swansong_bucket.errors import NothingToRestore
-from swansong_bucket.format.keys import RunKeys
-from swansong_bucket.mirror.copier import Copier, ManifestPlace
+from swansong_bucket.format.keys import ManifestPlace, RunKeys
+from swansong_bucket.mirror.copier import Copier
 from swansong_bucket.mirror.fence import PROMOTION_GAP, PromotedError, foreign_claim, promote
 from swansong_bucket.runs import catalog, commit
 from swansong_bucket.runs.signing import signed
