@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from swansong_bucket.errors import ConfigError
+from swansong_bucket.errors import ConfigError, Stopped, Transient
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.retention import locks
 from swansong_bucket.runs import catalog, signing
@@ -63,6 +63,7 @@ def opened(args: argparse.Namespace, *, may_be_new: bool = False) -> Iterator[Op
     Raises:
         ConfigError: the configuration is not valid.
         NothingToRestore: the store does not have the run: its name may be mistyped.
+        Stopped: a request failed after a signal.
     """
     log.configure("console", "warning")
     config = load(args.config)
@@ -90,6 +91,10 @@ def opened(args: argparse.Namespace, *, may_be_new: bool = False) -> Iterator[Op
         if not may_be_new:
             catalog.expect_run(here.keys, here.store)
         yield here
+    except Transient as error:
+        if stop.is_set():  # after a stop, no request is sent again
+            raise Stopped(f"stopped, after a request had failed: {error}") from error
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -3,10 +3,16 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
 import threading
+from pathlib import Path
 
-from swansong_tools.commands.bucket_command import stop_on_signals
+import pytest
+from swansong_bucket.errors import Stopped, Transient
+from swansong_tools.commands.bucket_command import opened, stop_on_signals
+
+from testkit.committed import commit, configuration, file_store
 
 
 def test_a_signal_ends_a_command_that_handles_the_one_before() -> None:
@@ -29,3 +35,19 @@ def test_a_signal_ends_a_command_that_handles_the_one_before() -> None:
             signal.signal(number, handler)
     assert stop.is_set()
     assert found == [signal.SIG_DFL]
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_stop_during_a_failing_request_is_a_stop(tmp_path: Path, *, is_stopped: bool) -> None:
+    """The request is not sent again, which is no failure of the store."""
+    commit(file_store(tmp_path / "bucket"), {"a": b"x"})
+    args = argparse.Namespace(config=configuration(tmp_path), run=None)
+
+    def failing() -> None:
+        with opened(args):
+            if is_stopped:
+                signal.raise_signal(signal.SIGTERM)
+            raise Transient("no answer")
+
+    with pytest.raises(Stopped if is_stopped else Transient, match="no answer"):
+        failing()
