@@ -19,6 +19,8 @@ import pytest
 import structlog
 from swansongd.config.notify import NotifyConfig
 from swansongd.core.events import NoticeRaised
+from swansongd.host.sdnotify import SystemdNotifier
+from swansongd.host.stored_document import SystemdMemory
 from swansongd.notifications import delivery, exec_command
 from swansongd.notifications.delivery import Deliverer, HttpRequest, NotDelivered
 from swansongd.notifications.exec_command import Command, environment, run_bounded
@@ -37,6 +39,7 @@ from testkit.raw_server import Peer, RawServer, Script
 from testkit.story import Story, a_notice
 from testkit.waiting import Clock, is_running, until
 
+NO_SYSTEMD = SystemdNotifier({})
 ORIGIN = Origin(run="run", vm="vm", host="host")
 SECRET = "T0SECRET0B0"
 
@@ -54,7 +57,9 @@ def notice(
 
 
 def record() -> SentNotifications:
-    return SentNotifications(None, boot_id="a")
+    """A record that no other daemon reads."""
+    place = SystemdMemory("notifications", None, NO_SYSTEMD, max_bytes=2**20)
+    return SentNotifications(place, boot_id="a")
 
 
 def webhook(url: str, *, total_s: float = 10.0, **settings: Any) -> Webhook:

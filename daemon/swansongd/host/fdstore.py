@@ -44,7 +44,7 @@ from swansongd.core.notices import REPEATS_MAX
 from swansongd.core.transition import HOST_SOURCE
 from swansongd.host import gpu_record
 from swansongd.host.sdnotify import SystemdNotifier
-from swansongd.host.stored_document import StoredDocument
+from swansongd.host.stored_document import OwnFile, StoredDocument, SystemdMemory
 
 LISTENER = "trainer-socket"
 LOCK = "delay-lock"
@@ -102,21 +102,13 @@ class FdStore:
         self._notifier = notifier
         self._fds = _inherited(environment)
         self._notices = StoredDocument(
-            NOTICES,
-            self._fds.pop(NOTICES, None),
-            notifier,
+            self._memory(NOTICES, _NOTICES_MAX_BYTES),
             boot_id=boot_id,
-            max_bytes=_NOTICES_MAX_BYTES,
             form=_STORED,
             nothing=_Stored(()),
         )
         self._gpus = StoredDocument(
-            GPUS,
-            self._fds.pop(GPUS, None),
-            notifier,
-            boot_id=boot_id,
-            max_bytes=gpu_record.BYTES_MAX,
-            form=gpu_record.RECORD,
+            self._memory(GPUS, gpu_record.BYTES_MAX), boot_id=boot_id, form=gpu_record.RECORD
         )
         if LOCK in self._fds:
             # First of all: if this start fails later, the lock is released with the process.
@@ -125,7 +117,11 @@ class FdStore:
     def use_directory(self, own_fd: int) -> None:
         """Without systemd, use files in this directory, which only the daemon can write."""
         if not self._notifier.has_systemd:
-            self._notices.own_fd = self._gpus.own_fd = own_fd
+            self._notices.place = OwnFile(NOTICES, own_fd, max_bytes=_NOTICES_MAX_BYTES)
+            self._gpus.place = OwnFile(GPUS, own_fd, max_bytes=gpu_record.BYTES_MAX)
+
+    def _memory(self, name: str, max_bytes: int) -> SystemdMemory:
+        return SystemdMemory(name, self._fds.pop(name, None), self._notifier, max_bytes=max_bytes)
 
     # ------------------------------------------------------------------ from the previous daemon
 

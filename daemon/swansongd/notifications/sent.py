@@ -3,19 +3,35 @@
 
 from __future__ import annotations
 
-import json
-import os
 import threading
 from collections import OrderedDict
-from contextlib import suppress
+from collections.abc import Collection
+from dataclasses import dataclass
 
-from swansong import bounds, openat
+from swansong_bucket.util.forms import Form, several, text
 
-NAME = "notifications.json"
+from swansongd.host.stored_document import DocumentPlace, OwnFile, StoredDocument
+
 SENT_MAX = 500
 BEGUN_MAX = 100
-_BYTES_MAX = 2**20
 _KEY_CHARS_MAX = 1000
+_KEY = text(_KEY_CHARS_MAX)
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """The sent and the begun notifications, in their file."""
+
+    sent: Collection[str] = ()
+    begun: Collection[str] = ()
+
+
+_RECORD = Form(_Record, sent=several(_KEY, SENT_MAX), begun=several(_KEY, BEGUN_MAX))
+
+
+def record_file(own_fd: int) -> OwnFile:
+    """The file of the record in the daemon's own directory."""
+    return OwnFile("notifications", own_fd, max_bytes=2**20)
 
 
 class SentNotifications:
@@ -23,24 +39,21 @@ class SentNotifications:
 
     The decision loop calls :meth:`has` and :meth:`forget`, which never wait for the disk.
 
-    The file is valid for one boot.  It is written without an fsync, by the threads that send: it must survive
-    the death of the daemon, not that of the VM.
+    The threads that send write the record.  A damaged record counts as empty: a notification may be sent
+    twice, and none is lost.
 
     Args:
-        own_fd: the daemon's own directory; None: nothing survives.
-        boot_id: of this boot.
+        place: of the record.
+        boot_id: of this boot; the record is valid for one boot.
     """
 
-    def __init__(self, own_fd: int | None, *, boot_id: str) -> None:
-        self._own_fd = own_fd
-        self._boot_id = boot_id
+    def __init__(self, place: DocumentPlace, *, boot_id: str) -> None:
+        self._document = StoredDocument(place, boot_id=boot_id, form=_RECORD)
+        found = self._document.read() or _Record()
         self._lock = threading.Lock()
         self._saving = threading.Lock()
-        self._sent: OrderedDict[str, None] = OrderedDict()
-        self._begun: frozenset[str] = frozenset()
-        # Absent, truncated, or of another version; BoundsError is a ValueError.
-        with suppress(OSError, ValueError, KeyError, RecursionError):
-            self._load()
+        self._sent = OrderedDict.fromkeys(found.sent)
+        self._begun = frozenset(found.begun)
 
     @property
     def begun(self) -> frozenset[str]:
@@ -77,28 +90,8 @@ class SentNotifications:
             self._begun = groups
             self._save()
 
-    def _load(self) -> None:
-        if self._own_fd is None:
-            return
-        data = openat.read_file(
-            NAME, dir_fd=self._own_fd, max_bytes=_BYTES_MAX, owners={os.geteuid()}
-        )
-        found = bounds.json_object(data, NAME, _BYTES_MAX)
-        if found["boot_id"] != self._boot_id:
-            return
-        sent = bounds.items(found["sent"], "sent", SENT_MAX)
-        begun = bounds.items(found["begun"], "begun", BEGUN_MAX)
-        keys = [bounds.text(key, "a key", _KEY_CHARS_MAX) for key in sent]
-        self._begun = frozenset(bounds.text(each, "a group", _KEY_CHARS_MAX) for each in begun)
-        self._sent = OrderedDict.fromkeys(keys)
-
     def _save(self) -> None:
-        if self._own_fd is None:
-            return
-        # A full disk: after a restart, a notification may be sent twice.
-        with self._saving, suppress(OSError):
+        with self._saving:
             with self._lock:
-                sent = [key[:_KEY_CHARS_MAX] for key in self._sent]
-            begun = sorted(self._begun)[:BEGUN_MAX]
-            data = json.dumps({"boot_id": self._boot_id, "sent": sent, "begun": begun}).encode()
-            openat.replace_file(NAME, data, dir_fd=self._own_fd, durable=False)
+                sent = tuple(key[:_KEY_CHARS_MAX] for key in self._sent)
+            self._document.write(_Record(sent, tuple(sorted(self._begun)[:BEGUN_MAX])))

@@ -60,7 +60,7 @@ from swansongd.flush.committer import Committer
 from swansongd.host.fdstore import FdStore
 from swansongd.host.sdnotify import SystemdNotifier
 from swansongd.notifications.notifier import Notifier
-from swansongd.notifications.sent import SentNotifications
+from swansongd.notifications.sent import SentNotifications, record_file
 from swansongd.observe import log as logs
 from swansongd.observe.accounting import Accounting, MeasuredResume, last_report
 from swansongd.observe.all_well import DECIDED_S
@@ -183,7 +183,7 @@ class Service:
                 config.notify,
                 run=config.run.name,
                 vm=vm,
-                record=SentNotifications(self._staging.own_fd, boot_id=boot_id),
+                record=SentNotifications(record_file(self._staging.own_fd), boot_id=boot_id),
                 training=lambda: self._accounting.training,
                 metrics_failure=lambda: "" if self._metrics is None else self._metrics.failure,
             )

@@ -16,7 +16,7 @@ from swansongd.config.notify import NotifyConfig
 from swansongd.core.events import NoticeRaised, TrainerJoined
 from swansongd.core.transition import HOST_SOURCE
 from swansongd.notifications.notifier import Notifier
-from swansongd.notifications.sent import SentNotifications
+from swansongd.notifications.sent import SentNotifications, record_file
 from swansongd.notifications.webhook import AT_ONCE
 from swansongd.observe.notifications import DRILLS, NOTICES, Notification
 from swansongd.observe.observer import Observation
@@ -29,7 +29,7 @@ RECEIVERS: dict[str, Any] = {"webhook_url": "http://127.0.0.1:9", "exec": ("/bin
 class Watched(Story):
     """A daemon with a receiver.  Each message arrives at once, unless the receiver is away."""
 
-    def __init__(self, own_fd: int | None = None, **options: Any) -> None:
+    def __init__(self, own_fd: int, **options: Any) -> None:
         self.own_fd = own_fd
         self.shows: dict[str, bool] = {}
         """Groups, and whether each is open."""
@@ -38,7 +38,7 @@ class Watched(Story):
         super().__init__(**options)
 
     def start_notifier(self, kinds: tuple[str, ...] = NotifyConfig().kinds) -> None:
-        self.record = SentNotifications(self.own_fd, boot_id="boot")
+        self.record = SentNotifications(record_file(self.own_fd), boot_id="boot")
         config = NotifyConfig(**RECEIVERS, kinds=kinds)
         self.notifier = Notifier(config, run="run", vm="vm", record=self.record, settle_s=0.0)
 
@@ -96,15 +96,15 @@ class Watched(Story):
         return urgency in [notice.severity for notice in answered]
 
 
-def trained(own_fd: int | None = None) -> Watched:
+def trained(own_fd: int) -> Watched:
     story = Watched(own_fd)
     story.join(step=40)
     return story
 
 
-def test_the_shutdown_of_the_host_after_safe_opens_no_problem() -> None:
+def test_the_shutdown_of_the_host_after_safe_opens_no_problem(own_fd: int) -> None:
     """It is reported, and is over from the beginning."""
-    story = trained()
+    story = trained(own_fd)
     story.notice(100)
     story.save(40)
     story.notice(60, HOST_SOURCE, severity=Severity.SHUTTING_DOWN)
@@ -154,9 +154,9 @@ def test_a_missed_end_runs_no_command(own_fd: int) -> None:
     assert story.notifier._command.outbox.status().queued == 0
 
 
-def test_a_flood_of_notices_leaves_no_problem_open() -> None:
+def test_a_flood_of_notices_leaves_no_problem_open(own_fd: int) -> None:
     """The rate drops messages of any kind, and never the end of a problem that the receiver knows."""
-    story = trained()
+    story = trained(own_fd)
     for number in range(3 * AT_ONCE):
         story.notice(300, severity=Severity.ADVISORY, identity=f"i{number}")
         story.withdraw()
@@ -166,9 +166,9 @@ def test_a_flood_of_notices_leaves_no_problem_open() -> None:
     assert story.shows == {NOTICES: False}
 
 
-def test_the_end_of_an_unwanted_kind_still_ends_the_problem() -> None:
+def test_the_end_of_an_unwanted_kind_still_ends_the_problem(own_fd: int) -> None:
     """Of ``kinds = ["verdict"]``: PARTIAL is told, and then the end of its notice."""
-    story = trained()
+    story = trained(own_fd)
     story.start_notifier(kinds=("verdict",))
     story.notice(30)
     story.wait(31)
@@ -180,7 +180,7 @@ def test_the_end_of_an_unwanted_kind_still_ends_the_problem() -> None:
 
 def test_the_end_of_an_unwanted_condition_is_not_told_after_a_restart(own_fd: int) -> None:
     """Its start was not told either."""
-    SentNotifications(own_fd, boot_id="boot").set_begun(
+    SentNotifications(record_file(own_fd), boot_id="boot").set_begun(
         frozenset({"stall", "blind/store", NOTICES})
     )
     story = Watched(own_fd)
@@ -190,9 +190,9 @@ def test_the_end_of_an_unwanted_condition_is_not_told_after_a_restart(own_fd: in
     assert sender.open == {"blind/store", NOTICES}
 
 
-def test_a_drill_is_a_problem_of_its_own() -> None:
+def test_a_drill_is_a_problem_of_its_own(own_fd: int) -> None:
     """SAFE on a drill does not end the problem of a real notice, which joins the drill's evacuation."""
-    story = trained()
+    story = trained(own_fd)
     story.notice(100, DRILL)
     assert story.shows == {DRILLS: True}
     story.notice(90, "aws.spot")

@@ -7,30 +7,31 @@ import os
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 from swansongd.notifications import secret_files
 from swansongd.notifications import sent as records
 from swansongd.notifications.secret_files import UnusableSecret
-from swansongd.notifications.sent import SentNotifications
+from swansongd.notifications.sent import SentNotifications, record_file
 
 
 def test_the_record_survives_the_daemon_and_not_the_boot(own_fd: int) -> None:
-    first = SentNotifications(own_fd, boot_id="a")
+    first = SentNotifications(record_file(own_fd), boot_id="a")
     first.add("webhook notice/1")
     first.set_begun(frozenset({"stall"}))
-    again = SentNotifications(own_fd, boot_id="a")
+    again = SentNotifications(record_file(own_fd), boot_id="a")
     assert again.has("webhook notice/1")
     assert again.begun == {"stall"}
-    rebooted = SentNotifications(own_fd, boot_id="b")
+    rebooted = SentNotifications(record_file(own_fd), boot_id="b")
     assert not rebooted.has("webhook notice/1")
     assert rebooted.begun == frozenset()
 
 
 def test_the_record_is_bounded(own_fd: int) -> None:
-    record = SentNotifications(own_fd, boot_id="a")
+    record = SentNotifications(record_file(own_fd), boot_id="a")
     for number in range(records.SENT_MAX + 10):
         record._sent[f"k{number}"] = None
     record.add("last")
-    again = SentNotifications(own_fd, boot_id="a")
+    again = SentNotifications(record_file(own_fd), boot_id="a")
     assert again.has("last")
     assert not again.has("k5")
 
@@ -38,22 +39,32 @@ def test_the_record_is_bounded(own_fd: int) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b'{"boot_id": "a", "sent": [1], "begun": []}', b"\0" * 2**21]
 )
-def test_a_spoilt_record_counts_as_empty(own_fd: int, tmp_path: Path, content: bytes) -> None:
-    (tmp_path / records.NAME).write_bytes(content)
-    record = SentNotifications(own_fd, boot_id="a")
+def test_a_damaged_record_is_reported_and_counts_as_empty(
+    own_fd: int, tmp_path: Path, content: bytes
+) -> None:
+    """No notification is lost: all are sent, one perhaps for the second time, and the log says why."""
+    (tmp_path / "notifications.json").write_bytes(content)
+    with capture_logs() as lines:
+        record = SentNotifications(record_file(own_fd), boot_id="a")
+    assert [(line["event"], line["what"]) for line in lines] == [
+        ("stored_state_ignored", "notifications")
+    ]
     assert not record.has("k")
     record.add("k")
-    assert SentNotifications(own_fd, boot_id="a").has("k")
+    assert SentNotifications(record_file(own_fd), boot_id="a").has("k")
 
 
 @pytest.mark.fault("D02")
 def test_a_full_disk_costs_no_notification(tmp_path: Path) -> None:
-    """The record then lasts as long as the daemon."""
+    """The record then lasts as long as the daemon, and the log has one line."""
     fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
-    record = SentNotifications(fd, boot_id="a")
+    record = SentNotifications(record_file(fd), boot_id="a")
     os.close(fd)  # each write fails
-    record.add("k")
+    with capture_logs() as lines:
+        record.add("k")
+        record.add("l")
     assert record.has("k")
+    assert [line["event"] for line in lines] == ["state_not_stored"]
 
 
 # ---------------------------------------------------------------- secrets
