@@ -45,7 +45,8 @@ sys.stdout.flush()
 if "imports" in sys.argv:
     signal.pause()
 guard = swansong.attach(save=save, load=load, stop_after_save="stop" in sys.argv)
-print(json.dumps({"resumed": guard.restore()}), flush=True)
+resumed = {"resumed": guard.restore(), "hash_seed": os.environ.get("PYTHONHASHSEED")}
+print(json.dumps(resumed), flush=True)
 if "fail" in sys.argv:
     sys.exit(3)
 pause = threading.Event()
@@ -149,7 +150,8 @@ def test_a_notice_ends_safe_and_the_next_start_resumes(
 ) -> None:
     """The verdict is printed, the exit code is 75, and the same command line resumes from that step.
 
-    torchrun shows the exit code 75 of its ranks as 1, also if no restart is left.
+    torchrun shows the exit code 75 of its ranks as 1, also if no restart is left.  All starts hash strings
+    alike.
     """
     assert EXIT_SAVED == swansong.EXIT_SAVED
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
@@ -163,7 +165,7 @@ def test_a_notice_ends_safe_and_the_next_start_resumes(
     assert [manifest["step"] for manifest in bucket.manifests()] == [step]
     aws.withdraw()
     second = start("stop", options=options)
-    second.lines.wait(resumed=step)
+    second.lines.wait(resumed=step, hash_seed="0")
     aws.notice(in_s=30)
     assert second.process.wait() == EXIT_SAVED
 

@@ -36,7 +36,6 @@ from swansong.protocol import (
 
 _DETERMINISTIC = {
     "PYTHONUNBUFFERED": "1",
-    "PYTHONHASHSEED": "0",
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",

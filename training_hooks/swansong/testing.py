@@ -43,7 +43,8 @@ from swansong._stand_in import CheckedRun, CheckedTrainer, TrainerFailedError, s
 
 _NOT_DETERMINISTIC = (
     "the trainer is not deterministic: two uninterrupted starts differ, too; seed all generators with"
-    " seed_all(), use one thread, and keep clocks out of the state, or name them with ignoring="
+    " seed_all(), sort sets of strings or set PYTHONHASHSEED=0, use one thread, and keep clocks out of the"
+    " state, or name them with ignoring="
 )
 _COMMAND_LIMIT_S = 1800.0
 """Longest time of one start by the command: the script may load a large data set first."""

@@ -232,8 +232,9 @@ class Supervisor:
 
     def _start_trainer(self) -> subprocess.Popen[bytes]:
         self._has_connected = False
-        # The first variable is for torchrun over several VMs, as in the drop-in of a trainer's unit.
+        # The first two variables are those of the drop-in of a trainer's unit, which says why.
         env = {
+            "PYTHONHASHSEED": "0",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             **os.environ,
             SOCKET_ENV: str(self.socket),
