@@ -18,7 +18,9 @@ from swansong.testing import ResumeReport, check_resume
 from testkit import EXAMPLES, TRAINERS
 from testkit.python_process import ENVIRONMENT, run_python
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
+"""Each test starts a trainer up to five times."""
+
 
 TORCH_DDP = [
     str(EXAMPLES / "torch_ddp.py"),
@@ -37,6 +39,7 @@ def check(
         kill_at=kill_at,
         directory=directory,
         environment={**ENVIRONMENT, "HF_HUB_OFFLINE": "1"},
+        limit_s=300,
         **options,
     )
 

@@ -120,7 +120,7 @@ def check(
         kill_at=kill_at,
         directory=directory / "check",
         environment=ENVIRONMENT,
-        limit_s=60,
+        limit_s=200,
         **options,
     )
 
@@ -151,7 +151,7 @@ def test_a_trainer_may_be_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyP
         steps=STEPS,
         kill_at=[KILL_AT],
         environment={"PYTHONPATH": os.pathsep.join([ENVIRONMENT["PYTHONPATH"], str(tmp_path)])},
-        limit_s=60,
+        limit_s=200,
     )
     assert (report.saved_steps, report.losses) == ([KILL_AT], STEPS)
 
@@ -364,7 +364,7 @@ def check_ends(directory: Path, kind: str, kill_at: int | str = KILL_AT) -> test
         kill_at=[kill_at],
         directory=directory / "check",
         environment=ENVIRONMENT,
-        limit_s=60,
+        limit_s=200,
     )
 
 

@@ -16,12 +16,9 @@ from swansong_bucket.model import DeadlineQuality, Notice, Severity
 
 from swansongd.core.events import NoticeRaised, NoticeWithdrawn
 from swansongd.observe.health import HealthTracker
-from swansongd.sources.source import Clock, Post
+from swansongd.sources.source import MOVED_S, Clock, Post, must_post
 
 NAME = "deadline"
-JUMP_S = 1.0
-"""A deadline that moves by less is the same one: clocks are slewed."""
-
 _POLL_S = 1.0
 _NEVER_BLIND_S = float("inf")
 
@@ -94,24 +91,25 @@ class DeadlineSource:
             health.degraded(f"{end.description}, is in the past and raises no notice; correct it")
             return
         health.ok(end.description)
+        now_mono_s = self._monotonic()
         notice = Notice(
             source=NAME,
             kind="capacity-end",
             identity=end.identity,
             severity=Severity.IMMINENT if left_s <= self._lead_s else Severity.SCHEDULED,
-            deadline_mono_s=self._monotonic() + max(0.0, left_s),
+            deadline_mono_s=now_mono_s + max(0.0, left_s),
             deadline_quality=DeadlineQuality.STATED,
             detail=end.description,
         )
         before = self._posted
-        if before is not None and before.identity == notice.identity:
-            later_s = notice.deadline_mono_s - before.deadline_mono_s
-            # After its end the VM may be terminated at any time: the deadline stays.
-            stays = left_s <= 0 or abs(later_s) < JUMP_S
-            if stays and notice.severity == before.severity:
-                return
-            if later_s >= JUMP_S:
-                # Deadlines only move earlier, so a clock that was set back withdraws the notice first.
-                post(NoticeWithdrawn(NAME, "the clock was set back"))
+        if not must_post(before, notice, now_mono_s):
+            return
+        if (
+            before is not None
+            and before.identity == notice.identity
+            and notice.deadline_mono_s > before.deadline_mono_s + MOVED_S
+        ):
+            # Deadlines only move earlier, so a clock that was set back withdraws the notice first.
+            post(NoticeWithdrawn(NAME, "the clock was set back"))
         self._posted = notice
         post(NoticeRaised(notice))

@@ -183,8 +183,8 @@ class GcpSource(PolledSource):
         """Whether this response means that no event is planned."""
 
     @abstractmethod
-    def read(self, result: WatchResult) -> Notice | None:
-        """The notice in a response with status 200 that is not idle; None if it announces no end.
+    def read(self, result: WatchResult) -> Notice:
+        """The notice in a response with status 200 that is not idle.
 
         Raises:
             MetadataUnavailable: the value is unknown.

@@ -149,7 +149,7 @@ def test_a_clock_set_back_withdraws_and_raises_again() -> None:
 
 
 def test_a_slewed_clock_posts_nothing() -> None:
-    """A change of less than a second is not a jump."""
+    """A change of less than two seconds is not a jump."""
     world = before_end(3600)
     world.poll()
     for step_s in (0.4, -0.9, 0.4):
