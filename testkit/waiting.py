@@ -35,6 +35,10 @@ def is_running(pid: int) -> bool:
         return False
 
 
+_THREADS_S = 240.0
+"""Longer than two processes that import torch take on a loaded machine; the limit of a test is 300 s."""
+
+
 def until(
     predicate: Callable[[], T], *, timeout_s: float = 60.0, what: str = "", every_s: float = 0.01
 ) -> T:
@@ -74,7 +78,11 @@ def in_threads(count: int, work: Callable[[int], T]) -> list[T]:
     threads = [threading.Thread(target=run, args=(n,), daemon=True) for n in range(count)]
     for thread in threads:
         thread.start()
-    until(lambda: not any(thread.is_alive() for thread in threads), what="the end of all threads")
+    until(
+        lambda: not any(thread.is_alive() for thread in threads),
+        timeout_s=_THREADS_S,
+        what="the end of all threads",
+    )
     if errors:
         raise errors[0]
     return [results[number] for number in range(count)]

@@ -154,6 +154,24 @@ def teacher_through_data() -> Run:
     return run
 
 
+class Centred(nn.Module):
+    """A loss without parameters, as in DINO: each step replaces its buffers, of which one is a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1))
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def update(self) -> None:
+        self.center, self.cache = self.center * 0.9 + 1, self.cache + 1
+
+
+def centre_of_a_loss() -> Run:
+    run = Run()
+    run.after_step = Centred().update
+    return run
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
 @pytest.mark.parametrize(
     ("make", "text"),
@@ -163,6 +181,7 @@ def teacher_through_data() -> Run:
         (optimizer_in_another_one, "an optimizer outside of the state steps (AdamW)"),
         (scheduler, "a scheduler of an optimizer of the state is not in the state (LinearLR)"),
         (teacher, "1 tensors of modules change, and are not in the state, such as Linear.weight"),
+        (centre_of_a_loss, "1 tensors of modules change, and are not in the state, such as Centr"),
         (teacher_through_data, "1 tensors of modules change, and are not in the state, such as L"),
         (
             lambda: Run(Counting()),
@@ -244,6 +263,13 @@ def averaging() -> Run:
     return run
 
 
+def centring() -> Run:
+    run = Run()
+    run.state["loss"] = loss = Centred()
+    run.after_step = loss.update
+    return run
+
+
 def scheduling_in_parts() -> Run:
     run = Run()
     parts = [ConstantLR(run.optimizer), LinearLR(run.optimizer)]
@@ -296,7 +322,16 @@ def with_a_worker() -> Run:
 @pytest.mark.parametrize(
     "make",
     [
-        *(Run, evaluating, averaging, scheduling_in_parts, plain_tensors, wrapped, stateful),
+        *(
+            Run,
+            evaluating,
+            averaging,
+            centring,
+            scheduling_in_parts,
+            plain_tensors,
+            wrapped,
+            stateful,
+        ),
         *(shuffled, one_by_one, with_a_worker),
     ],
 )

@@ -234,7 +234,8 @@ class Snapshots:
     owns_loop = True
     """Whether all that the loop needs is in this state.
 
-    A framework may keep the position of its data, and change the objects before it loads a checkpoint.
+    A framework may keep the position of its data, and change the objects before it loads a checkpoint.  It
+    polls only at moments that it can save.
     """
     has_loaders = False
     """Whether there is a loader whose position a rollback may keep."""

@@ -166,7 +166,8 @@ class TrainingState(Divisible):
                     " wrap it in a class that has both, or use a list, dict or array"
                 )
         self._resize = resize
-        self.has_loaders = bool(of_kind(self._objects, ResumableLoader))
+        self._loaders = tuple(of_kind(self._objects, ResumableLoader).values())
+        self.has_loaders = bool(self._loaders)
         self._end_of_loop = EndOfLoop({**self._objects, _VALUES: self.values})
         self._arenas = Arenas()
         self._watch: OrderWatch | None = None
@@ -184,18 +185,17 @@ class TrainingState(Divisible):
     def count_steps_with(self, completed_steps: Callable[[], int]) -> None:
         """Give the function that returns the number of reported steps to all that compare it."""
         self._boundary.completed_steps = completed_steps
-        for loader in of_kind(self._objects, ResumableLoader).values():
+        for loader in self._loaders:
             loader.completed_steps = completed_steps
             ResumableLoader.saved.add(loader)
 
     def has_continued(self) -> bool:
         """Whether a loop over a :class:`ResumableLoader` has begun since the last load."""
-        loaders = of_kind(self._objects, ResumableLoader).values()
-        return not self.owns_loop or any(loader.has_begun for loader in loaders)
+        return not self.owns_loop or any(loader.has_begun for loader in self._loaders)
 
     def before_end(self) -> None:
         """A last look at the training data is no epoch: a longer run would train it."""
-        for loader in of_kind(self._objects, ResumableLoader).values():
+        for loader in self._loaders:
             loader.drop_idle_loop()
 
     # ------------------------------------------------------------ before the first step
@@ -233,7 +233,7 @@ class TrainingState(Divisible):
                 "an optimizer stepped between attach() and restore(): a resume loses these steps; call"
                 " restore() before the first step"
             )
-        if any(loader.has_begun for loader in of_kind(self._objects, ResumableLoader).values()):
+        if any(loader.has_begun for loader in self._loaders):
             log.warning(
                 "iter() was called on the loader before restore(): a resumed run cannot use that iterator;"
                 " call restore() before the first iter()"
@@ -303,7 +303,7 @@ class TrainingState(Divisible):
 
     def is_at_boundary(self) -> bool:
         """Whether the state is still that of the last ``guard.step()``, as far as it can be seen."""
-        return self._boundary.is_here()
+        return not self.owns_loop or self._boundary.is_here()
 
     def digests(self, *, with_weights: bool) -> dict[str, Any]:
         """Digests of the last batches, of the optimizers' options and of the parameters of each module."""

@@ -68,10 +68,6 @@ class LightningState(TrainingState):
             self.extras.moment = None
             self.extras.is_between_batches = False
 
-    def is_at_boundary(self) -> bool:
-        """Whether the callback polls at a moment that it can save; it knows the moments of the trainer."""
-        return True
-
     def can_save(self) -> bool:
         """Whether the weights are those of the training, or can be exchanged for them."""
         with self._moved_back() as has_trained_weights:

@@ -174,8 +174,14 @@ class OutsideWatch:
     def _changed_tensors(self) -> Iterator[str]:
         for ref, name, identity, content in self._tensors:
             module = ref()
-            tensor = None if module is None else dict(_tensors_of(module)).get(name)
-            if id(tensor) == identity and _content(tensor) != content:
+            if module is None or (tensor := dict(_tensors_of(module)).get(name)) is None:
+                continue
+            now = _content(tensor)
+            if id(tensor) == identity:
+                has_changed = now != content
+            else:  # A buffer that is not persistent is often a cache, which is made again.
+                has_changed = name in module.state_dict() and now[1] != content[1]
+            if has_changed:
                 yield f"{_kind(module)}.{name}"
 
 
