@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
+
+import pytest
 
 from testkit.python_process import HOOKS, run_python
 
@@ -46,29 +47,15 @@ def test_each_page_is_linked_from_the_entry_page() -> None:
     assert links == PAGES.keys() - {"README.md"}
 
 
-RUN_ALL = """
-import json, runpy, sys, warnings
-for name, path in json.loads(sys.argv[1]):
-    print(name, flush=True)
-    with warnings.catch_warnings():  # each framework changes the filters
-        runpy.run_path(path, run_name="__main__")
-"""
-
-
-def test_the_blocks_run(tmp_path: Path, warm_frameworks: str) -> None:
-    """Each block runs as a script without a daemon; one process runs them all, since imports are slow."""
-    scripts = []
-    for number, (name, block) in enumerate(BLOCKS):
-        script = tmp_path / f"block_{number}.py"
-        script.write_text(block)
-        scripts.append((name, str(script)))
+@pytest.mark.parametrize("block", [pytest.param(block, id=place) for place, block in BLOCKS])
+def test_a_block_runs(tmp_path: Path, warm_frameworks: str, block: str) -> None:
+    """Each block runs as a script without a daemon."""
+    script = tmp_path / "block.py"
+    script.write_text(block)
     environment = {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "SWANSONG_SOCKET": str(tmp_path / "no-daemon"),
     }
-    command = ("-c", RUN_ALL, json.dumps(scripts))
-    done = run_python(*command, python=warm_frameworks, cwd=tmp_path, **environment)
+    done = run_python(script, python=warm_frameworks, cwd=tmp_path, **environment)
     assert done.returncode == 0, f"{done.stdout[-300:]}\n{done.stderr[-2000:]}"
-    for name, _ in scripts:
-        assert name in done.stdout.splitlines()
