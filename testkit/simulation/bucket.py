@@ -220,7 +220,7 @@ def commit_event(
         created="2030-01-01T00:00:00Z",
     )
     try:
-        commit.commit(store, KEYS, made, claim, own=claimant.own)
+        commit.commit(store, KEYS, made, claim, owns=claimant.owns)
     except FencedError as error:
         is_over = CommitFailed(order.flush_id, str(error), conflict=True)
         return claimant.fence_by_other(error) or is_over
@@ -374,7 +374,7 @@ class Committer:
         return PartsCounted(order.newest, committed, whole.ref, is_sound)
 
     def _ensure_found(self, claim: ClaimObject) -> None:
-        commit.ensure_found(self._store, KEYS, claim, own=self.claimant.own)
+        commit.ensure_found(self._store, KEYS, claim, owns=self.claimant.owns)
 
     def _newest(self) -> tuple[CommitRef | None, str, bool]:
         near = self.claimant.recorded_generation

@@ -190,6 +190,7 @@ class Vm:
                 self.fleet.delay_s(s),
                 lambda: happens() if self.is_alive and life == self.life else None,
             ),
+            vm=f"vm{self.number}",
         )
         settings = Settings(reserve_s=2.0, signals_trainer=False, vm=f"vm{self.number}")
         self.state = State(

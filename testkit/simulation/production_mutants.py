@@ -11,7 +11,7 @@ from testkit.simulation.core_mutants import Mutant
 
 MUTANTS = (
     Mutant("swansong_bucket.runs.commit",
-           "        if not _is_of(newer, own):\n            raise FencedError(claim.generation, newest)",
+           "        if claim is None or not owns(claim):\n            raise FencedError(generation, number)",
            "        pass"),
     Mutant("swansong_bucket.runs.catalog", "in sorted(by_commit, reverse=True)", "in sorted(by_commit)"),
     Mutant("swansongd.flush.claimant",
@@ -58,9 +58,9 @@ MUTANTS = (
     Mutant("swansong.openat", "    if durable:\n        os.fsync(dir_fd)\n", ""),
     Mutant("swansong._checkpoint.staging", 'manifest.kind != "emergency"', "False"),
     Mutant("swansong_bucket.runs.commit",
-           "    return claim is not None and claim.start in starts", "    return claim is not None"),
-    Mutant("swansong_bucket.runs.commit", "    if newest > claim.generation:\n        newer",
-           "    if newest > claim.generation + 1:\n        newer"),
+           "if claim is None or not owns(claim):", "if claim is None:"),
+    Mutant("swansong_bucket.runs.commit", "catalog.newer_claims(store, keys, claim.generation), owns",
+           "catalog.newer_claims(store, keys, claim.generation + 1), owns"),
     Mutant("swansong_bucket.mirror.copier",
            "        self.copy_claims()\n        is_new",
            "        self.copy_claims()\n        self._put(key, data)\n        is_new"),
@@ -117,7 +117,7 @@ MUTANTS = (
 NOT_FOUND = (
     # Found before the simulation had ranks that come and go, late buckets and second attempts.
     Mutant("swansong_bucket.runs.commit",
-           "    ensure_not_fenced(store, keys, claim, own=heirs)\n    mark", "    mark"),
+           "    ensure_not_fenced(store, keys, claim, owns=owns_next)\n    mark", "    mark"),
     Mutant("swansong_bucket.runs.commit",
            "if winner is None or winner.start != start_id:", "if False:"),
     Mutant("swansong_bucket.retention.survey", "info.age_s is None or info.age_s < orphans_after_s",
@@ -129,7 +129,7 @@ NOT_FOUND = (
            "                self._is_beginning = False\n                self._has_work.notify()",
            "                self._is_beginning = False"),
     # Two VMs must be in the same few requests, one of them frozen.
-    Mutant("swansong_bucket.runs.commit", "    if held and newest > held", "    if False"),
+    Mutant("swansong_bucket.runs.commit", "    if held:\n        _ensure", "    if False:\n        _ensure"),
     Mutant("swansong_bucket.runs.commit",
            "above=claim.generation) > claim.generation:", "above=claim.generation) < 0:"),
     # The check before the next claim, and the check before each commit, refuse the same VM.

@@ -8,6 +8,7 @@ import signal
 from typing import Any
 
 import pytest
+from swansongd.staging.prepare import OWN_DIRECTORY
 
 from testkit.clouds import Aws, Bucket
 from testkit.waiting import until
@@ -43,6 +44,37 @@ def test_killed_during_a_flush_it_continues_where_it_was(
     (known,) = until(lambda: vm.status()["trainers"], what="the trainer")
     assert known["pid"] == trainer.pid
     trainer.lines.wait(event="committed", committed=flush["step"])
+
+
+@pytest.mark.fault("G03", "H01")
+def test_without_its_claim_record_it_is_not_fenced_by_a_claim_of_its_vm(
+    bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """A trainer that was frozen while the next one started wakes up: it is the only one that is known.
+
+    It keeps its generation, and the trainer after both commits, too.
+    """
+    vm = new_vm("vm", bucket.store)
+    daemon = vm.start_daemon()
+    first = vm.start_trainer("--every-steps", "20", script=witness)
+    daemon.lines.wait(event="committed", generation=1)
+    first.kill(signal.SIGSTOP)
+    daemon.kill()
+    daemon = vm.start_daemon()
+    second = vm.start_trainer(script=witness)
+    second.lines.wait(event="resumed")
+    second.kill()
+    assert vm.status()["generation"] == 2
+    daemon.kill()
+    (vm.run_directory / OWN_DIRECTORY / "claim.json").unlink()
+
+    restarted = vm.start_daemon()
+    restarted.lines.wait(event="health", source="store", health="ok")
+    first.kill(signal.SIGCONT)
+    until(lambda: vm.status()["generation"] == 1, what="the claim of the first trainer")
+    first.kill()
+    vm.start_trainer("--every-steps", "20", script=witness)
+    restarted.lines.wait(event="committed", generation=3)
 
 
 @pytest.mark.fault("D13")

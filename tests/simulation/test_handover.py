@@ -238,7 +238,7 @@ class World:
                 threading.Event(),
                 monotonic=lambda: self.now,
             ),
-            lambda: new.committer.claimant.own,
+            new.committer.claimant.owns,
             lambda _generation: None,
             wall=lambda: WALL_S + self.now,
         )

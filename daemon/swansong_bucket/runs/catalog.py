@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -471,6 +471,18 @@ def newest_claims(
     return [(number, claim_of(store, keys, number)) for number in reversed(numbers)]
 
 
+def newer_claims(
+    store: ObjectStore, keys: RunKeys, generation: int
+) -> Iterator[tuple[int, ClaimObject | None]]:
+    """The claims above a generation, newest first, each read when it is needed; a damaged one is None.
+
+    Raises:
+        CorruptError, StoreError: as for :func:`claimed`.
+    """
+    for number in reversed(claimed(store, keys, since=generation + 1)):
+        yield number, claim_of(store, keys, number)
+
+
 def newest_generation(store: ObjectStore, keys: RunKeys, *, above: int = 0) -> int:
     """The highest claimed generation; ``above`` if there is no higher one.
 
@@ -483,14 +495,15 @@ def newest_generation(store: ObjectStore, keys: RunKeys, *, above: int = 0) -> i
 # ---------------------------------------------------------------- history
 
 
-def history(store: ObjectStore, keys: RunKeys, generation: int) -> History:
+def history(store: ObjectStore, keys: RunKeys, generation: int, own_id: str = "") -> History:
     """Observed time of the run's earlier VMs, and the number of those without a SAFE farewell.
 
-    A VM is an id in the claims, however often the training was started there.  The VM of ``generation`` does
-    not count.  Times are from wall clocks: the result is an estimate, and is never used for an order.
+    A VM is an id in the claims, however often the training was started there.  Times are from wall clocks:
+    the result is an estimate, and is never used for an order.
 
     Args:
-        generation: our own; the newest ones before it are read.
+        generation: our own, or the next one; the newest ones before it are read.
+        own_id: of this VM, which does not count.
 
     Raises:
         CorruptError, StoreError: as for :func:`claimed` and :func:`list_commits`.
@@ -499,10 +512,7 @@ def history(store: ObjectStore, keys: RunKeys, generation: int) -> History:
     listed = [number for number in claimed(store, keys, since=since) if number < generation]
     if not listed:
         return History()
-    own = _identity(claim_of(store, keys, generation))
-    # The boot too: this VM may have made claims before an upgrade.
-    own_ids = {own[name] for name in _VM_IDS if name in own}
-    found = _Claims(store, keys, since, listed).vms(own_ids)
+    found = _Claims(store, keys, since, listed).vms(own_id)
     vms = list(islice(found, HISTORY_MAX))
     if not vms:
         return History()
@@ -557,12 +567,12 @@ class _Claims:
         self._below = since - 1
         self._read: dict[int, ClaimObject | None] = {}
 
-    def vms(self, own_ids: Set[str]) -> Iterator[_Vm]:
-        """The VMs, newest first, without our own, which has these ids.
+    def vms(self, own_id: str) -> Iterator[_Vm]:
+        """The VMs, newest first, without our own, which has this id.
 
         A listed claim without an id counts as a VM.
         """
-        seen = set(own_ids)
+        seen = {own_id}
         place = self._below + len(self._listed) - 1
         while place >= 0 and self._may_read:
             last, vm = place, self._vm(place)

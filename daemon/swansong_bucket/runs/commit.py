@@ -15,7 +15,7 @@ A commit is reported only after the listing that readers use contains its manife
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -39,7 +39,14 @@ MANIFESTS_READ = 8
 LOOK_BACK = 5
 """Number of newest claims that are searched for that of a job start."""
 
+Owns = Callable[[ClaimObject], bool]
+"""Whether a start of this VM holds a claim.  Newer claims fence this VM if one of them is not its own."""
+
 _log = structlog.get_logger(__name__)
+
+
+def _owns_none(_claim: ClaimObject) -> bool:
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +71,7 @@ def claim_generation(
     *,
     start_id: str,
     identity: Mapping[str, str],
-    own: Collection[str] = (),
+    owns: Owns = _owns_none,
     later: Collection[str] = (),
     held: int = 0,
     gap: int = 0,
@@ -78,8 +85,8 @@ def claim_generation(
 
     Args:
         start_id: of the start.  The first of its VMs creates the claim, and the others share it.
-        identity: boot and host name of this VM, and the time; informational.
-        own: further starts of this VM, whose newer claims fence nothing.
+        identity: id, boot and host name of this VM, and the time.
+        owns: tells claims of this VM, which fence nothing here, from others.
         later: starts that follow this one; a claim of one of them takes precedence.
         held: the generation from which this start continues; a claim of another VM above it takes precedence,
             also one that is made at the same time.  0: none.
@@ -97,16 +104,15 @@ def claim_generation(
     """
     recent = catalog.newest_claims(store, keys, look_back)
     newest = recent[0][0] if recent else 0
-    for number, found in recent:
+    for place, (number, found) in enumerate(recent):
         if found is not None and found.start == start_id:
-            if number < newest and not _is_of(recent[0][1], own):
-                raise FencedError(number, newest)
+            _ensure_own(number, recent[:place], owns)
             return Claim(found, honours_if_absent=True, is_found=True)
     followed = next((n for n, found in recent if found is not None and found.start in later), 0)
     if followed:
         raise FencedError(held, followed)
-    if held and newest > held and not _is_of(recent[0][1], own):
-        raise FencedError(held, newest)
+    if held:
+        _ensure_own(held, (claim for claim in recent if claim[0] > held), owns)
     for generation in range(newest + gap + 1, newest + gap + 1 + _CLAIM_ATTEMPTS_MAX):
         if generation > bounds.GENERATION_MAX:
             raise _no_number_left(store, keys, generation - 1)
@@ -121,7 +127,7 @@ def claim_generation(
         except Exists:
             winner = catalog.claim_of(store, keys, generation)
             if winner is None or winner.start != start_id:
-                if held and not _is_of(winner, own):
+                if held and (winner is None or not owns(winner)):
                     raise FencedError(held, generation) from None
                 continue
             if winner != claim:  # of another VM of this start
@@ -237,7 +243,7 @@ def parts_committed(
 
 
 def ensure_not_fenced(
-    store: ObjectStore, keys: RunKeys, claim: ClaimObject, *, own: Collection[str] = ()
+    store: ObjectStore, keys: RunKeys, claim: ClaimObject, *, owns: Owns = _owns_none
 ) -> None:
     """Check that no other VM has taken the run over; costs a small listing and a small GET.
 
@@ -246,25 +252,32 @@ def ensure_not_fenced(
 
     Args:
         claim: of the generation that this VM holds.
-        own: further starts of this VM, whose newer claims fence nothing.
+        owns: see :func:`claim_generation`.
 
     Raises:
         FencedError: a newer generation is claimed, or another VM has claimed this one.
         CorruptError: the listing contains an object that no swansong wrote, or the claim is malformed.
         StoreError: a request to the store failed.
     """
-    newest = catalog.newest_generation(store, keys, above=claim.generation)
-    if newest > claim.generation:
-        newer = catalog.claim_of(store, keys, newest) if own else None
-        if not _is_of(newer, own):
-            raise FencedError(claim.generation, newest)
+    _ensure_own(claim.generation, catalog.newer_claims(store, keys, claim.generation), owns)
     found = catalog.claim_of(store, keys, claim.generation) or _claimed_again(store, keys, claim)
     if not found.is_shared_with(claim):
         raise FencedError(claim.generation, claim.generation)
 
 
-def _is_of(claim: ClaimObject | None, starts: Collection[str]) -> bool:
-    return claim is not None and claim.start in starts
+def _ensure_own(
+    generation: int, newer: Iterable[tuple[int, ClaimObject | None]], owns: Owns
+) -> None:
+    """Check all newer claims, newest first.
+
+    The newest alone proves nothing: another writer may have planted it.
+
+    Raises:
+        FencedError: one of them is not of this VM.
+    """
+    for number, claim in newer:
+        if claim is None or not owns(claim):
+            raise FencedError(generation, number)
 
 
 def _claimed_again(store: ObjectStore, keys: RunKeys, claim: ClaimObject) -> ClaimObject:
@@ -295,14 +308,14 @@ def commit(
     manifest: Manifest,
     claim: ClaimObject,
     *,
-    own: Collection[str] = (),
+    owns: Owns = _owns_none,
     reads_back: bool = False,
 ) -> None:
     """Create the manifest.  When this returns, the checkpoint is durable, and readers find it.
 
     Args:
         claim: of the manifest's generation, which this VM holds.
-        own: further starts of this VM.  What a start on one VM has sealed is committed in its place, also
+        owns: see :func:`claim_generation`.  What a start on one VM has sealed is committed in its place, also
             after the next start has claimed; over several VMs the next start has chosen without it.
         reads_back: read the manifest back as a reader does, and compare.
 
@@ -322,8 +335,8 @@ def commit(
         raise BoundsError(str(error)) from None
     if manifest.generation != claim.generation:
         raise FencedError(manifest.generation, claim.generation)
-    heirs = own if manifest.nodes == 1 else ()
-    ensure_not_fenced(store, keys, claim, own=heirs)
+    owns_next = owns if manifest.nodes == 1 else _owns_none
+    ensure_not_fenced(store, keys, claim, owns=owns_next)
     mark_suspect(store, keys, manifest)
     key = keys.commit(manifest.ref, manifest.node, manifest.nodes)
     is_new = True
@@ -348,11 +361,11 @@ def commit(
         )
     if reads_back and is_new and catalog.load_node(store, keys, found, manifest.node) != written:
         raise CorruptError(f"{store.url}/{key} contains another manifest than was written")
-    ensure_found(store, keys, claim, own=heirs)
+    ensure_found(store, keys, claim, owns=owns_next)
 
 
 def ensure_found(
-    store: ObjectStore, keys: RunKeys, claim: ClaimObject, *, own: Collection[str] = ()
+    store: ObjectStore, keys: RunKeys, claim: ClaimObject, *, owns: Owns = _owns_none
 ) -> None:
     """Check that no VM has claimed before the last manifest of a listed commit was created.
 
@@ -363,7 +376,7 @@ def ensure_found(
         FencedError, CorruptError, StoreError: as :func:`ensure_not_fenced`.
     """
     if catalog.newest_generation(store, keys, above=claim.generation) > claim.generation:
-        ensure_not_fenced(store, keys, claim, own=own)
+        ensure_not_fenced(store, keys, claim, owns=owns)
 
 
 def mark_suspect(store: ObjectStore, keys: RunKeys, manifest: Manifest) -> None:

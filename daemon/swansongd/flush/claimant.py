@@ -44,7 +44,7 @@ class Claimant:
         keys: of the run.
         own_directory: the daemon's own directory in staging; holds the record.
         boot_id: of this boot of the kernel.
-        vm: id of this VM and boot, for :func:`~swansong_bucket.runs.catalog.history`.
+        vm: id of this VM and boot, see :meth:`~swansongd.staging.prepare.RunDirectory.vm`.
         wall: wall clock in UTC, as text; for people.
         store_id: returns the id of a file store, which is recorded with the claim.
     """
@@ -64,24 +64,26 @@ class Claimant:
         self._keys = keys
         self._own_directory = own_directory
         self._boot_id = boot_id
-        self._vm = vm
+        self.vm = vm
         self._wall = wall
         self._store_id = store_id
         self._record = read_record(own_directory, keys.run, store.url)
         self.newest: ClaimObject | None = None
         """The newest claim that this life of the daemon has made or found, as it is in the store."""
-        self._requested = frozenset[str]()
-        """The start of the last request, and those that follow it on this VM, recorded or not."""
 
     @property
     def starts(self) -> tuple[Start, ...]:
         """The recorded starts, the newest last."""
         return self._record.known_starts(self._boot_id)
 
-    @property
-    def own(self) -> frozenset[str]:
-        """Ids of the starts of this VM."""
-        return self._requested.union(each.id for each in self._record.starts)
+    def owns(self, claim: ClaimObject) -> bool:
+        """Whether a start of this VM holds this claim.
+
+        This VM made the claim since it booted, or its start is recorded: then another VM of the job made it,
+        or this VM before it booted.
+        """
+        is_recorded = any(each.id == claim.start for each in self._record.starts)
+        return is_recorded or claim.identity.get("vm") == self.vm
 
     @property
     def recorded_generation(self) -> int:
@@ -123,7 +125,7 @@ class Claimant:
             again = ClaimGeneration(last.id, last.nodes, last.process_ns, last.began_ticks)
             return self.claim(again) if is_of_boot else None
         try:
-            commit.ensure_not_fenced(self._store, self._keys, claim, own=self.own)
+            commit.ensure_not_fenced(self._store, self._keys, claim, owns=self.owns)
         except FencedError:
             if is_of_boot:
                 raise
@@ -155,7 +157,6 @@ class Claimant:
             Stopped: the claim was not wanted any more, and was not made.
         """
         start_id, nodes = request.start_id, request.nodes
-        self._requested = frozenset((start_id, *request.later))
         held = self._ensure_not_overtaken(start_id) if nodes == 1 else 0
         start = RecordedStart(
             start_id,
@@ -167,7 +168,7 @@ class Claimant:
         is_recorded = any(each.id == start_id for each in self._record.starts)
         self._note(start)
         identity = {
-            "vm": self._vm,
+            "vm": self.vm,
             "boot_id": self._boot_id,
             "host": platform.node(),
             "claimed": self._wall(),
@@ -177,7 +178,7 @@ class Claimant:
             self._keys,
             start_id=start_id,
             identity=identity,
-            own=self.own,
+            owns=self.owns,
             later=request.later,
             held=held,
             # With the record lost, an early start of this boot would get a second generation.
@@ -208,7 +209,7 @@ class Claimant:
             return 0
         if held.boot_id != self._boot_id or held.nodes != 1:
             return 0
-        commit.ensure_not_fenced(self._store, self._keys, claim, own=self.own)
+        commit.ensure_not_fenced(self._store, self._keys, claim, owns=self.owns)
         return held.generation
 
     def claim_of(self, generation: int) -> ClaimObject | None:

@@ -120,6 +120,7 @@ class Committer:
         self._committed = committed
         self._prepare = prepare
         self._settle = settle
+        self.owns = claimant.owns
         self.starts = claimant.starts
         """The starts of the training that earlier lives of the daemon have recorded."""
         self._wanted: ClaimGeneration | None = None
@@ -144,11 +145,6 @@ class Committer:
         self._wake = threading.Event()
         """Ends the wait before the next attempt at a claim."""
         self._thread = lasting_thread("committer", self._run)
-
-    @property
-    def own_starts(self) -> frozenset[str]:
-        """Ids of the starts of this VM."""
-        return self._claimant.own
 
     def start(self) -> None:
         """Read the run as soon as the store permits it, then carry out requests."""
@@ -315,7 +311,7 @@ class Committer:
 
     def _ensure_found(self, claim: ClaimObject) -> None:
         """Check that the commits that were just listed are not from after the claim of another VM."""
-        commit.ensure_found(self._store, self._keys, claim, own=self._claimant.own)
+        commit.ensure_found(self._store, self._keys, claim, owns=self._claimant.owns)
 
     def _newest(self) -> tuple[CommitRef | None, str, bool]:
         """The newest whole commit, the start that owns its generation, and whether all GPUs were sound."""
@@ -377,7 +373,7 @@ class Committer:
         if claim is None:
             return
         try:
-            commit.ensure_not_fenced(self._store, self._keys, claim, own=self._claimant.own)
+            commit.ensure_not_fenced(self._store, self._keys, claim, owns=self._claimant.owns)
         except FencedError as error:
             self._post(fence_of(error))
         except SwansongError as error:  # the next commit checks again
@@ -417,7 +413,8 @@ class Committer:
             generation = self._claimant.boot_generation or (
                 catalog.newest_generation(self._background, self._keys) + 1
             )
-            history = catalog.history(self._background, self._keys, generation)
+            own_id = self._claimant.vm
+            history = catalog.history(self._background, self._keys, generation, own_id)
         except Stopped:
             self._reads.append(self._read_history)
         except SwansongError as error:
@@ -466,7 +463,7 @@ class Committer:
                 self._keys,
                 manifest,
                 claim,
-                own=self._claimant.own,
+                owns=self._claimant.owns,
                 reads_back=not self._has_read_back,
             )
         except FencedError as error:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from heapq import nlargest
 
 import structlog
@@ -52,7 +52,7 @@ class PredecessorWatch:
 
     Args:
         context: of the run.
-        own_starts: returns the ids of the starts of this VM, which await nothing.
+        owns: whether a start of this VM holds a claim: it awaits nothing.
         waits: called at each look while the other VM trains, with words for it.
         wall: seconds since the epoch, to compare with the times in farewells.
     """
@@ -60,13 +60,13 @@ class PredecessorWatch:
     def __init__(
         self,
         context: RestoreContext,
-        own_starts: Callable[[], Collection[str]],
+        owns: Callable[[ClaimObject], bool],
         waits: Callable[[str], None],
         *,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._context = context
-        self._own_starts = own_starts
+        self._owns = owns
         self._waits = waits
         self._wall = wall
         self._generation = 0
@@ -127,8 +127,7 @@ class PredecessorWatch:
         looked_mono_s = self._context.monotonic()
         self._generation = catalog.newest_generation(store, keys, above=self._generation - 1)
         claim = catalog.claim_of(store, keys, self._generation) if self._generation > 0 else None
-        known = {start.id for start in self._context.state().starts.known}
-        if claim is None or claim.start in known | set(self._own_starts()):
+        if claim is None or self._owns(claim) or self._context.state().start_of(claim.start):
             return PredecessorFound(looked_mono_s)
         last = self._last_farewell(claim)
         has_ended = last is not None and last.is_ended and last.generation == claim.generation

@@ -232,9 +232,7 @@ class Service:
             context, self._resume.downloads, is_enabled=config.restore.prefetch
         )
         self._resume.answered = self._prefetch.answered
-        self._predecessor = PredecessorWatch(
-            context, lambda: self._committer.own_starts, self._resume.wait_for
-        )
+        self._predecessor = PredecessorWatch(context, self._committer.owns, self._resume.wait_for)
         self._redone_answers = RedoneAnswers(
             context, self._redone, lambda: self._resume.restored_generation
         )

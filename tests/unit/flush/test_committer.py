@@ -252,18 +252,18 @@ def test_each_start_claims_a_generation(rig: CommitterRig) -> None:
 
 
 def test_without_its_record_an_early_start_gets_no_second_generation(rig: CommitterRig) -> None:
-    """A start that is known from its sets only may have claimed long ago: it is not the newest."""
+    """A start that is known from its sets only may have claimed long ago: it keeps its place."""
     with rig.committer() as committer:
         for number in range(1, 11):
             assert rig.claim(committer, f"start-{number}").generation == number
     (rig.own / "claim.json").unlink()
     with rig.committer() as committer:
         committer.claim(ClaimGeneration("start-1", is_live=False))
-        assert rig.next() == FenceFound(10, start_id="start-1")
+        assert rig.next() == GenerationClaimed("start-1", 1, None)
         committer.claim(ClaimGeneration("unclaimed", is_live=False, later=("start-10",)))
         assert rig.next() == FenceFound(10, start_id="unclaimed")
         committer.claim(ClaimGeneration("start-9", is_live=False, later=("start-10",)))
-        assert rig.next() == GenerationClaimed("start-9", 9, None), "both are of this VM"
+        assert rig.next() == GenerationClaimed("start-9", 9, None)
         assert rig.claim(committer, "start-10").generation == 10
         assert rig.was_found
     assert len(stored(rig, KEYS.generations)) == 10
@@ -282,16 +282,33 @@ def test_only_a_job_over_several_vms_takes_the_run_back(rig: CommitterRig, nodes
             assert rig.next() == GenerationClaimed("b", 3, None)
 
 
-def test_without_its_record_a_start_is_not_fenced_by_its_own_claim(rig: CommitterRig) -> None:
-    """The earlier start is in the record again, and the claim of the newest one was lost from it."""
+def test_without_its_record_a_vm_is_not_fenced_by_its_own_claim(rig: CommitterRig) -> None:
+    """The later start is known from its claim only, which names this VM: the earlier one claims and commits.
+
+    Another boot is another VM.
+    """
     with rig.committer() as committer:
         assert [rig.claim(committer, start).generation for start in ("a", "b")] == [1, 2]
     (rig.own / "claim.json").unlink()
     with rig.committer() as committer:
-        committer.claim(ClaimGeneration("a", is_live=False, later=("b",)))
-        assert rig.next() == GenerationClaimed("a", 1, None)
-        committer.claim(ClaimGeneration("b", is_live=False))
-        assert rig.next() == GenerationClaimed("b", 2, None)
+        assert rig.claim(committer, "a") == GenerationClaimed("a", 1, None)
+        committer.commit(a_request())
+        assert rig.next() == CommitDone("f10", CommitRef(1, 10))
+    (rig.own / "claim.json").unlink()
+    with rig.committer(boot="boot-2") as committer:
+        committer.claim(ClaimGeneration("a"))
+        assert rig.next() == FenceFound(2, start_id="a")
+
+
+def test_without_its_record_a_vm_is_not_a_lost_one(rig: CommitterRig) -> None:
+    """The history counts the other VM alone."""
+    assert of_another_vm(rig) == 1
+    assert rig.claimed() == 2
+    (rig.own / "claim.json").unlink()
+    with rig.committer():
+        events = iter(lambda: rig.events.get(timeout=60), None)
+        history = next(event for event in events if isinstance(event, HistoryRead))
+    assert history == HistoryRead(0.0, 1)
 
 
 def test_a_withdrawn_claim_is_not_retried(rig: CommitterRig) -> None:

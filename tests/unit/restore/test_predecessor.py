@@ -59,7 +59,10 @@ class Vm(RestoreRig[MemoryStore]):
             post=self._post,
         )
         self.watch = PredecessorWatch(
-            self.context, lambda: self.own, self.waits.append, wall=lambda: NOW_S
+            self.context,
+            lambda claim: claim.start in self.own,
+            self.waits.append,
+            wall=lambda: NOW_S,
         )
 
     def _post(self, event: Any) -> None:

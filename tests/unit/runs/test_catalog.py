@@ -317,13 +317,13 @@ def test_a_rollback_and_a_final_commit_are_not_interruptions(store: FileStore) -
 
 
 def test_containers_of_one_boot_are_several_vms(store: FileStore) -> None:
-    """Pods of a node have its boot id.  Claims before an upgrade have no other id, and are not counted."""
+    """Pods of a node have its boot id; a claim without another id is of a further VM."""
     put_claim(store, 1, "2030-01-01T00:00:00Z", "node", vm="a")
     put_claim(store, 2, "2030-01-01T01:00:00Z", "node", vm="b")
     put_claim(store, 3, "2030-01-01T02:00:00Z", "node")
     put_claim(store, 4, "2030-01-01T03:00:00Z", "node", vm="c")
     put_claim(store, 5, "2030-01-01T04:00:00Z", "node", vm="c")
-    assert catalog.history(store, KEYS, 5) == History(0.0, 2)
+    assert catalog.history(store, KEYS, 5, "c") == History(0.0, 3)
 
 
 lived = st.tuples(
@@ -357,7 +357,7 @@ def test_restarts_of_a_trainer_change_no_mtbf_and_a_lost_vm_does(
         for _ in range(own + 1):
             generation += 1
             put_claim(store, generation, "2030-01-01T00:00:00Z", "own")
-        return catalog.history(store, KEYS, generation)
+        return catalog.history(store, KEYS, generation, "own")
 
     lost = sum(last != "SAFE" for _, last in vms)
     expected = History(2000.0 * len(vms), lost)

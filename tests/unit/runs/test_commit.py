@@ -78,6 +78,11 @@ def claim(store: ObjectStore, start_id: str, **options: Any) -> commit.Claim:
     )
 
 
+def among(*start_ids: str) -> commit.Owns:
+    """The starts of this VM."""
+    return lambda found: found.start in start_ids
+
+
 @pytest.mark.fault("G04")
 def test_eight_racing_claimers_get_eight_numbers(store: MemoryStore) -> None:
     """Distinct generations, without a gap; each claim names the start that won it."""
@@ -150,7 +155,7 @@ def test_a_start_whose_generation_was_overtaken_gets_no_other(store: MemoryStore
     with pytest.raises(FencedError) as caught:
         claim(store, "ours")
     assert (caught.value.own, caught.value.newer) == (1, 2)
-    assert claim(store, "ours", own=["newer"]).generation == 1
+    assert claim(store, "ours", owns=among("newer")).generation == 1
 
 
 @pytest.mark.fault("G02", "O08")
@@ -218,9 +223,9 @@ def test_a_vm_that_stood_still_during_its_claim_does_not_take_the_run_back(
 
     store.before = stands_still
     with pytest.raises(FencedError) as caught:
-        claim(store, "again", own=["ours", "again"], held=1)
+        claim(store, "again", owns=among("ours", "again"), held=1)
     assert (caught.value.own, caught.value.newer) == (1, 2)
-    assert claim(store, "later", own=["later"]).generation == 3
+    assert claim(store, "later", owns=among("later")).generation == 3
 
 
 def test_a_start_on_one_vm_commits_in_its_place_after_the_next_start_claimed(
@@ -230,12 +235,30 @@ def test_a_start_on_one_vm_commits_in_its_place_after_the_next_start_claimed(
     first, second = claim(store, "first").content, claim(store, "second").content
     commit.commit(store, KEYS, a_manifest(generation=2), second)
     late = a_manifest(step=99)
-    commit.commit(store, KEYS, late, first, own=["first", "second"])
+    commit.commit(store, KEYS, late, first, owns=among("first", "second"))
     refs = [found.ref for found in catalog.list_commits(store, KEYS)]
     assert refs == [CommitRef(2, 10), CommitRef(1, 99)]
     claim(store, "elsewhere")
     with pytest.raises(FencedError):
-        commit.commit(store, KEYS, a_manifest(step=100), first, own=["first", "second"])
+        commit.commit(store, KEYS, a_manifest(step=100), first, owns=among("first", "second"))
+
+
+@pytest.mark.fault("G03", "S25")
+def test_no_newer_claim_hides_a_claim_of_another_vm(store: MemoryStore) -> None:
+    """A bucket writer plants a claim that looks like one of this VM: the VM is fenced all the same."""
+    ours = claim(store, "ours").content
+    claim(store, "elsewhere")
+    claim(store, "planted")
+    owns = among("ours", "again", "planted")
+    for attempt in (
+        lambda: commit.ensure_not_fenced(store, KEYS, ours, owns=owns),
+        lambda: commit.commit(store, KEYS, a_manifest(), ours, owns=owns),
+        lambda: claim(store, "ours", owns=owns),
+        lambda: claim(store, "again", owns=owns, held=1),
+    ):
+        with pytest.raises(FencedError) as caught:
+            attempt()
+        assert (caught.value.own, caught.value.newer) == (1, 2)
 
 
 def test_a_set_is_committed_under_the_generation_of_its_claim_only(store: MemoryStore) -> None:
