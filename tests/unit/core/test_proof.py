@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from swansong_bucket.model import CommitRef, GpuHealth, Parent, Start
+from swansong_bucket.model import CommitRef, GpuHealth, Parent, Start, Verdict
 from swansongd.core.events import (
     CommitDone,
     CommitFailed,
@@ -18,6 +18,7 @@ from swansongd.core.events import (
     CommitSkipped,
     Conclude,
     FenceFound,
+    GenerationClaimed,
     NoticeRaised,
     Rescan,
     RestoreAsked,
@@ -28,6 +29,7 @@ from swansongd.core.events import (
     StartBegun,
     TrainerFailed,
 )
+from swansongd.core.transition import HOST_SOURCE
 
 from testkit.story import Story, a_set, joined
 
@@ -430,6 +432,21 @@ def goes_back_after_its_answer(*, answers: bool = False) -> Story:
     return story
 
 
+def rolls_back_after_its_answer() -> Story:
+    """The same processes go back while the answer is committed, too late for another request."""
+    story = committed(460)
+    story.notice(60)
+    story.accept(460)
+    story.answer(461)
+    story.flushed()
+    story.wait(59)
+    story.tell(StartBegun(1, "a~1"))
+    story.tell(RolledBack(448))
+    story.starts(448, start_id="a~1", parent=Parent("a", 448))
+    story.committed()
+    return story
+
+
 def answered_before_a_restart(*, reconnects: bool) -> Story:
     """The set is sealed; then the daemon is killed, and perhaps the trainer as well."""
     story = committed(460)
@@ -599,6 +616,7 @@ CASES: list[Case] = [
     ("process begins again", lambda: process(begins_again=True), "SAFE", "at step 461"),
     ("start after the answer", begins_again_after_its_answer, "SAFE", "at step 461"),
     ("older load after the answer", goes_back_after_its_answer, "PARTIAL", "of rank 0 is unknown"),
+    ("rollback after the answer", rolls_back_after_its_answer, "PARTIAL", "of rank 0 is unknown"),
     ("answers again", lambda: goes_back_after_its_answer(answers=True), "SAFE", "at step 451"),
     ("reconnects", lambda: answered_before_a_restart(reconnects=True), "SAFE", "at step 461"),
     ("gone", lambda: answered_before_a_restart(reconnects=False), "PARTIAL", "has not reconnected"),
@@ -630,6 +648,41 @@ def test_a_run_that_was_never_read_is_not_lost() -> None:
     story.tell(RunRead(CommitRef(1, 4), "earlier"))
     assert story.verdicts == ["PARTIAL None", "PARTIAL generation 1 step 4"]
     assert "generation 1 step 4 stands" in story.last(Conclude).reason
+
+
+@pytest.mark.fault("O24")
+def test_a_verdict_waits_for_the_commits_of_the_run() -> None:
+    """The host shuts down after the end of the training, and the restarted daemon has not read the run."""
+    story = resumed(448, NEWEST_IS_LOADED).restarted(claimed=False)
+    story.scan()
+    story.join()
+    story.starts(448, parent=NEWEST_IS_LOADED)
+    story.leave(is_goodbye=True)
+    story.notice(60, HOST_SOURCE)
+    story.scan()
+    story.wait(20)
+    assert not story.verdicts
+    story.tell(RunRead(NEWEST, "earlier"))
+    assert story.last(Conclude).verdict is Verdict.SAFE
+
+
+def test_a_verdict_waits_for_the_claim() -> None:
+    """The rank has trained nothing since it loaded the newest commit, and has declined all requests."""
+    story = Story(newest=NEWEST)
+    story.grants = False
+    story.join()
+    story.starts(448, parent=NEWEST_IS_LOADED)
+    story.notice(600)
+    for _ in range(300):
+        evacuation = story.state.evacuation
+        if evacuation and evacuation.request and evacuation.request.is_waiting:
+            story.accept(448)
+            story.tell(TrainerFailed(1, story.request_id, "disk full"))
+        story.scan()
+        story.wait(1)
+    assert not story.verdicts
+    story.tell(GenerationClaimed("a", 2, NEWEST, "earlier"))
+    assert story.last(Conclude).verdict is Verdict.SAFE
 
 
 @pytest.mark.parametrize(
