@@ -148,7 +148,6 @@ NOT_FOUND = (
     # The answer must be committed and deleted before a restart of the daemon, and a start begin.
     Mutant("request", "last is None or last.generation != state.generation:", "last is None:"),
     # A start must be known from its sets only, or be refused, after a later one has its generation.
-    Mutant("starts", "start.generation is None and start.is_open and", "start.generation is None and"),
     Mutant("starts", "is_open=is_of_boot and not is_overtaken", "is_open=is_of_boot"),
     # The ninth start within 90 s must begin in the evacuation, and no claim before it.
     Mutant("starts", "< EVACUATION_CLAIMS_MAX", "< 0"),

@@ -85,7 +85,6 @@ def _is_wanted(state: State, evacuation: Evacuation, now_mono_s: float) -> bool:
     return (
         state.settings.follow_ups
         and evacuation.verdict is not None
-        and not evacuation.is_precaution
         and _end_mono_s(state, evacuation) - now_mono_s <= state.lead_s
         and not any(notice.source in ENDED_BY_VERDICT for notice in live)
         and state.generation is not None

@@ -529,8 +529,8 @@ def _due(state: State, now_mono_s: float) -> Start | None:
     for start in known[first:]:
         is_newest = start is state.running and not state.starts.is_finishing
         is_needed = start.has_hooks or state.evacuation is not None  # for its farewell
-        is_wanted = (is_newest and is_needed) or start.id in with_sets
-        if start.generation is None and start.is_open and is_wanted:
+        is_wanted = (is_newest and is_needed) or start.id in with_sets  # only open starts are
+        if start.generation is None and is_wanted:
             return start if start.is_placed or start.id not in inherited else None
     return None
 

@@ -59,7 +59,7 @@ def _may_improve(transition: Transition, evacuation: Evacuation) -> bool:
         return False
     return (
         (request is not None and request.is_waiting)
-        or (not evacuation.is_precaution and emergency.will_repeat(transition))
+        or emergency.will_repeat(transition)
         or not state.is_scanned
         or bool(state.uncommitted)
         or bool(state.commits.stored)
