@@ -55,8 +55,8 @@ class FakeDaemon:
         self.commits = True
         """Whether a set is committed as soon as a rank has sealed it."""
         self.is_signed = False
-        self.saves_at_sigterm = True
-        """Whether RequestQuery causes a request; an older daemon does not do so."""
+        self.takes_request_query = True
+        """Whether it knows RequestQuery; an older daemon does not."""
         self.sends_targets = True
         """Whether the step after the greatest one is the target, when all connected ranks have accepted."""
         self.received: list[Message] = []
@@ -174,7 +174,7 @@ class FakeDaemon:
                 run="run",
                 staging=str(self.staging),
                 generation=1,
-                saves_at_sigterm=self.saves_at_sigterm,
+                takes_request_query=self.takes_request_query,
                 is_signed=self.is_signed,
             )
             connection.send(protocol.encode(welcome))

@@ -32,7 +32,7 @@ from typing import Any
 
 from swansong_bucket.config.sections import RetentionConfig
 from swansong_bucket.errors import Exists, MissingError, NotFound, Transient
-from swansong_bucket.format.keys import CommitKey, RunKeys
+from swansong_bucket.format.keys import ManifestPlace, RunKeys
 from swansong_bucket.model import Chunk, CommitRef, is_healthy, merged_health
 from swansong_bucket.runs import catalog, pins
 from swansong_bucket.runs.catalog import Commit
@@ -43,7 +43,7 @@ from swansong_bucket.stores.base import ObjectInfo, Page
 class Keys(RunKeys):
     """The keys of the run; each key is parsed once."""
 
-    def parse_commit(self, key: str) -> CommitKey | None:
+    def parse_commit(self, key: str) -> ManifestPlace | None:
         return _commit_of(key)
 
     def parse_generation(self, key: str) -> int | None:
@@ -51,7 +51,7 @@ class Keys(RunKeys):
 
 
 @lru_cache(maxsize=10_000)
-def _commit_of(key: str) -> CommitKey | None:
+def _commit_of(key: str) -> ManifestPlace | None:
     return RunKeys.parse_commit(KEYS, key)
 
 

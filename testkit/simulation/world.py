@@ -1171,7 +1171,7 @@ class World:
             return
         rank = trainer.ranks[-1]
         if rank.is_connected and rank.life == self.life and not rank.standing:
-            self.post(lambda: RequestAsked(rank.connection), 0.05)
+            self.post(lambda: RequestAsked(rank.connection, rank.step), 0.05)
         self.at(ASK_AGAIN_S, lambda: self._asks_for_request(trainer))
 
     def _ends_at_sigterm(self, trainer: Trainer) -> None:

@@ -45,11 +45,7 @@ def test_hello_gets_a_welcome_and_posts_the_rank(running: RunningChannel) -> Non
     with running.connect() as client:
         client.send(protocol.Hello(run="", rank=3, world_size=8, local_world_size=4, step=7))
         welcome = protocol.Welcome(
-            run="r1",
-            staging="/staging/r1",
-            takes_digests=True,
-            takes_request_query=True,
-            saves_at_sigterm=True,
+            run="r1", staging="/staging/r1", takes_digests=True, takes_request_query=True
         )
         assert client.receive() == welcome
         (joined,) = running.wait(TrainerJoined)
@@ -68,7 +64,7 @@ def test_messages_become_events(running: RunningChannel) -> None:
         client.send(protocol.Begin("a~1"))
         client.send(protocol.Progress(2, start_id="a~1", parent="a", parent_step=2))
         client.send(protocol.Accepted("q", 4))
-        client.send(protocol.RequestQuery())
+        client.send(protocol.RequestQuery(4))
         client.send(protocol.Sealed(5, "step-5", 2.0, 11, "q"))
         client.send(protocol.Failed("q", 5, "disk full"))
         client.send(protocol.Declined("q", "busy"))
@@ -80,7 +76,7 @@ def test_messages_become_events(running: RunningChannel) -> None:
         StartBegun(number, "a~1"),
         TrainerProgress(number, 2, start_id="a~1", parent=Parent("a", 2)),
         TrainerAccepted(number, "q", 4),
-        RequestAsked(number),
+        RequestAsked(number, 4),
         TrainerSealed(number, "q", 5, 2.0, 11),
         TrainerFailed(number, "q", "disk full", 5),
         TrainerFailed(number, "q", "declined: busy"),

@@ -508,9 +508,9 @@ def test_after_sigterm_a_trainer_waits_for_the_answer_of_its_daemon(
 def test_an_older_daemon_is_not_asked_for_a_request(
     daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would not request a checkpoint for it, or refuse the unknown message."""
+    """It would refuse the unknown message, and close the connection."""
     monkeypatch.setattr("swansong.guard.UNASKED_S", 0.0)
-    daemon.saves_at_sigterm = False
+    daemon.takes_request_query = False
     guard = attach({"counter": Counter()})
     until(lambda: guard._session.staging)
     guard._answer()

@@ -785,7 +785,7 @@ class Guard:
         return request_id != ""
 
     def _next_request(self, limit_s: float, *, ended_id: str) -> str:
-        if self._session.welcome.saves_at_sigterm:
+        if self._session.welcome.takes_request_query:
             return self._agreement.ask_for_request(limit_s, ended_id=ended_id)
         return self._agreement.wait_requested(UNASKED_S, ended_id=ended_id)
 

@@ -195,8 +195,11 @@ class Begin(ToDaemon):
 class RequestQuery(ToDaemon):
     """Query of a rank that got SIGTERM, and ends within :data:`SIGTERM_LIMIT_S`.
 
-    The answer is the :class:`Request` of its last checkpoint, or :class:`NotRequested`.
+    ``step`` is the last step that it has completed.  The answer is the :class:`Request` of its last
+    checkpoint, or :class:`NotRequested`.
     """
+
+    step: Step
 
 
 @dataclass(frozen=True)
@@ -316,9 +319,7 @@ class Welcome(FromDaemon):
     takes_digests: Flag = False
     """Whether the daemon knows Digested, RedoneQuery and Compared; an older one would refuse them."""
     takes_request_query: Flag = False
-    """Read by older hooks: whether the daemon knows RequestQuery."""
-    saves_at_sigterm: Flag = False
-    """Whether RequestQuery makes the daemon request a checkpoint; older ones do so for notices only."""
+    """Whether the daemon knows RequestQuery; an older one would refuse it."""
     is_signed: Flag = False
     """Whether the daemon restores only checkpoints with a signature of the run's key."""
     naming_secret: Id = ""

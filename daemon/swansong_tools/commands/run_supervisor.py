@@ -195,7 +195,8 @@ class Supervisor:
     def _report(self, status: DaemonStatus) -> None:
         """Print what has changed: the health of the store, notices, verdicts."""
         store, evacuation, last = status.store, status.evacuation, status.last_verdict
-        self._has_connected |= bool(status.trainers)
+        # A start may be too short for a look to find its trainer.
+        self._has_connected |= bool(status.trainers) or status.generation is not None
         if store is not None and self._is_new("store", store.health, first=Health.OK):
             _say(f"the store is {store.health}: {store.reason}")
         is_own = self._signal != 0  # printed already

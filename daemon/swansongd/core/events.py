@@ -157,9 +157,10 @@ class PeerRequested(FromTrainer):
 
 @dataclass(frozen=True, slots=True)
 class RequestAsked(FromTrainer):
-    """A rank got SIGTERM, and asks for a last checkpoint."""
+    """A rank got SIGTERM after this step, and asks for a last checkpoint."""
 
     connection: int
+    at_step: int
 
 
 @dataclass(frozen=True, slots=True)

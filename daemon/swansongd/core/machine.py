@@ -82,8 +82,8 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
             request.record_agreed(transition, request_id, at_step)
         case events.PeerRequested(request_id, reason, seconds_left):
             notices.record_peer(transition, request_id, reason, seconds_left)
-        case events.RequestAsked(connection):
-            ranks.record_asking(transition, connection)
+        case events.RequestAsked(connection, at_step):
+            ranks.record_asking(transition, connection, at_step)
         case events.FinishAsked(start_id, connection):
             starts.record_finish_asked(transition, start_id, connection)
         case events.StartBegun(connection, start_id):

@@ -78,7 +78,7 @@ def _is_due(transition: Transition) -> bool:
         and state.generation is not None
         # Over several VMs the daemon of rank 0 requests, and the ranks take the other VMs along.
         and any(trainer.rank == 0 for trainer in state.connected)
-        and all(trainer.takes_periodic for trainer in state.connected)
+        and all(trainer.takes_periodic and trainer.step > 0 for trainer in state.connected)
         and (len(state.uncommitted) < UNCOMMITTED_MAX or state.flush.failures > 0)
     )
     if not is_ready:
@@ -92,22 +92,19 @@ def _is_asked(transition: Transition) -> bool:
     """Whether a rank ends, and its state can be saved before."""
     state = transition.state
     return (
-        any(trainer.asks_for_request for trainer in state.connected)
+        any(t.asks_for_request and t.step > max(0, t.parent.step) for t in state.connected)
         and _can_save(transition)
-        and all(trainer.step > trainer.parent.step for trainer in state.connected)
         and not gpus.objection(state, transition.now)
     )
 
 
 def _can_save(transition: Transition) -> bool:
-    """Whether all ranks of this VM train, and no evacuation needs them."""
+    """Whether all ranks of this VM are connected, and no evacuation needs them."""
     state = transition.state
-    connected = state.connected
     return (
         has_trainer(state)
         and not _is_pressed(transition)
-        and len({trainer.rank for trainer in connected}) >= state.local_world_size
-        and all(trainer.step > 0 for trainer in connected)
+        and len({trainer.rank for trainer in state.connected}) >= state.local_world_size
     )
 
 

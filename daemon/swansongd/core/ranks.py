@@ -101,11 +101,12 @@ def record_begun(transition: Transition, connection: int, start_id: str) -> None
         update(transition, replace(trainer, start_id=start_id, parent=UNKNOWN_PARENT))
 
 
-def record_asking(transition: Transition, connection: int) -> None:
+def record_asking(transition: Transition, connection: int, at_step: int) -> None:
     """A rank got SIGTERM, and asks for a last checkpoint."""
     trainer = transition.state.ranks.on(connection)
     if trainer is not None:
-        update(transition, replace(trainer, asks_for_request=True))
+        step = max(trainer.step, at_step)
+        update(transition, replace(trainer, asks_for_request=True, step=step))
 
 
 def record_measures(transition: Transition, event: TrainerProgress) -> None:

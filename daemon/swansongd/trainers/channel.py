@@ -487,7 +487,6 @@ class TrainerChannel:
             grace_s=self.grace_s,
             takes_digests=True,
             takes_request_query=True,
-            saves_at_sigterm=True,
             is_signed=self._is_signed,
             naming_secret=self._naming_secret(connection.peer.uid),
         )

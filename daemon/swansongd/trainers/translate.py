@@ -46,7 +46,7 @@ def event_of(connection: int, message: Message) -> Observed:
         case protocol.PeerRequest():
             return PeerRequested(message.request_id, short(message.reason), message.seconds_left)
         case protocol.RequestQuery():
-            return RequestAsked(connection)
+            return RequestAsked(connection, message.step)
         case protocol.Finish():
             return FinishAsked(message.start_id, connection)
         case protocol.Begin():

@@ -466,7 +466,7 @@ def test_a_rank_that_got_sigterm_waits_for_the_request_of_an_evacuation() -> Non
     story = joined(step=7)
     story.notice(in_s=60)
     for _ in range(2):
-        story.tell(RequestAsked(1))
+        story.tell(RequestAsked(1, 7))
         story.tell(TrainerFailed(1, story.request_id, "no space left", 7))
         story.wait(REPEAT_S_MAX)
     assert len(story.all(Request)) == 3

@@ -141,11 +141,14 @@ def test_unsent_sets_do_not_pile_up() -> None:
 
 @pytest.mark.fault("OE11")
 def test_sigterm_of_a_rank_requests_a_checkpoint() -> None:
-    """At once, of all ranks, also of those with their own schedule; its set is committed."""
+    """At once, of all ranks, also of those with their own schedule; its set is committed.
+
+    The ranks have not reported their first steps yet.
+    """
     story = Story()
     for rank in range(2):
-        join(story, rank, 2, takes_periodic=False)
-    story.tell(RequestAsked(2))
+        join(story, rank, 2, step=0, takes_periodic=False)
+    story.tell(RequestAsked(2, 7))
     (sent,) = story.sent(Request)
     assert (sent.message.urgency, sent.connections) == ("emergency", (1, 2))
     assert sent.message.seconds_left == SIGTERM_LIMIT_S
@@ -167,7 +170,7 @@ def test_after_sigterm_without_a_state_to_save_a_rank_ends_at_once(reason: str) 
     story.join(ranks=2 if reason == "a lost rank" else 1, step=7, parent=loaded)
     if reason == "a failed GPU":
         story.read_gpus(GpuHealth.DYING)
-    story.tell(RequestAsked(1))
+    story.tell(RequestAsked(1, 7))
     assert story.sent(NotRequested) == [Send(NotRequested(), (1,))]
     assert not asks(story)
 
@@ -177,10 +180,10 @@ def test_the_end_of_a_process_frees_the_ranks_that_would_wait_for_it() -> None:
     story = Story()
     join(story, 0, 2)
     join(story, 1, 2)
-    story.tell(RequestAsked(1))
+    story.tell(RequestAsked(1, 7))
     story.leave(2)
     assert story.last(Withdrawn).request_id == asks(story)[0].id
-    story.tell(RequestAsked(1))
+    story.tell(RequestAsked(1, 7))
     assert story.sent(NotRequested) == [Send(NotRequested(), (1,))]
 
 

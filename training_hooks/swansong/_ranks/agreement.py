@@ -278,7 +278,7 @@ class Agreement:
                 if self._newest_id != ended_id:
                     break
                 # A query may be lost with its connection.
-                unsent = 0 if self.send(RequestQuery()) else unsent + 1
+                unsent = 0 if self.send(RequestQuery(int(self.step))) else unsent + 1
                 self._look(
                     min(limit_s, UNASKED_S),
                     lambda: self._newest_id != ended_id or not self._is_asking,
